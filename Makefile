@@ -1,0 +1,32 @@
+# The python on your PATH is used if it has the packages; otherwise .venv is made. `make PYTHON=... demo` takes another.
+HAS := import importlib.util as u, sys; sys.exit(not all(map(u.find_spec, \
+ "torch numpy scipy matplotlib tqdm tiktoken datasets transformers pytest ruff".split())))
+PYTHON ?= $(shell python3 -c '$(HAS)' 2>/dev/null && echo python3 || echo .venv/bin/python)
+
+.PHONY: demo test bench clean
+
+.venv/bin/python: requirements.txt
+	python3 -m venv .venv
+	.venv/bin/python -m pip install -q -r requirements.txt
+	@touch $@
+
+# two processes of one thread share the twelve runs; the second one's messages go to a file
+demo: $(filter .venv/bin/python,$(PYTHON))
+	@mkdir -p out
+	$(PYTHON) prepare.py pydocs
+	OMP_NUM_THREADS=1 $(PYTHON) train.py config/demo.py > out/demo-second.log 2>&1 & \
+	OMP_NUM_THREADS=1 $(PYTHON) train.py config/demo.py; first=$$?; wait $$! && [ $$first = 0 ] || \
+	{ cat out/demo-second.log; exit 1; }
+	$(PYTHON) analyze.py runs out/demo
+
+test: $(filter .venv/bin/python,$(PYTHON))
+	$(PYTHON) -m ruff check .
+	$(PYTHON) -m ruff format --check .
+	$(PYTHON) -m pytest -q tests
+
+bench: $(filter .venv/bin/python,$(PYTHON))
+	$(PYTHON) bench.py
+
+clean:
+	rm -rf .venv out data/pydocs .pytest_cache .ruff_cache
+	find . -name __pycache__ -prune -exec rm -rf {} +

@@ -1,0 +1,514 @@
+"""
+Checkpoints -> a verdict.
+
+    python analyze.py runs OUT      paired statistics, audit and figure of an experiment that train.py made
+
+`runs` reads OUT/plan.json and each run's log.jsonl, re-measures every checkpoint that is there, and writes report.json,
+report.md and report.png into OUT. All losses are nats per token.
+
+remove_direction (in model.py), paired and holm are plain functions of arrays: copy them.
+"""
+
+import hashlib
+import json
+import math
+import os
+from dataclasses import fields
+from pathlib import Path
+
+import numpy as np
+import torch
+from scipy import special, stats
+from tqdm import tqdm
+
+import prepare
+from model import GPT, GPTConfig, window_losses
+from prepare import UserError, whole_file
+
+# ---------------------------------------------------------------------------------------------------------------------
+# statistics: arrays in, plain values out
+
+
+def paired(a, b, margin=None, alpha=0.05, m=1):
+    """
+    Is the mean of a - b zero? A paired comparison, or a one-sample one where b is a number.
+
+    a: (n,), b: (n,) or a number; pairs by position, None or a non-finite value where there is none. margin: half-width
+    within which the two count as equivalent. m: number of planned contrasts, for mde80 at level alpha / m.
+
+    Returns a dict; a statistic that is not defined is None, and then `reason` says why:
+    n, mean, sd, dz = mean / sd, t, df, p and the intervals ci95, ci90 (paired t test: differences normal, pairs
+    independent), p_signflip (exact sign-flip test of a symmetric difference for n <= 20, else 99,999 seeded flips) and
+    p_signflip_min, the least value it can take, bca95 (bias-corrected and accelerated bootstrap, Efron 1987; it covers
+    about 0.885 at n = 8 and 0.84 at n = 5, so it describes and decides nothing; None under n = 5), ranges_overlap,
+    equivalent (ci90 within the margin, two one-sided tests, Schuirmann 1987), sd_ratio = sd(a) / sd(b) with
+    p_pitman_morgan (Pitman 1939, Morgan 1939: equal variances of pairs), mde80 (the difference that a test at
+    alpha / m would have found with 80% power).
+
+    A pair that is missing voids the comparison: it is never computed on the rest. Differences that are equal up to
+    rounding have no standard error, so no t, p or interval; the sign-flip test needs none and stays.
+    """
+    one_sample = np.ndim(b) == 0
+    a = np.array([np.nan if x is None else x for x in a], dtype=np.float64)
+    b = np.full(len(a), b, np.float64) if one_sample else np.array([np.nan if x is None else x for x in b], np.float64)
+    if len(a) != len(b):
+        raise ValueError(f"a has {len(a)} values and b {len(b)}: they are no pairs")
+    names = "mean sd ci95 ci90 t df p p_signflip p_signflip_min bca95 dz ranges_overlap equivalent sd_ratio"
+    r = {"n": len(a)} | dict.fromkeys(names.split() + ["p_pitman_morgan", "mde80", "reason"])
+    missing = np.flatnonzero(~(np.isfinite(a) & np.isfinite(b)))
+    if len(a) == 0 or len(missing):
+        r["reason"] = f"{len(missing)} of {len(a)} pairs have a missing or non-finite value" if len(a) else "no pairs"
+        return r
+    n, d = len(a), a - b
+    rounding = 8 * np.finfo(float).eps * max(np.abs(a).max(), np.abs(b).max())  # what subtraction can lose
+    r["mean"] = float(d.mean())
+    r["p_signflip"], r["p_signflip_min"] = signflip(d, rounding)
+    r["ranges_overlap"] = bool(a.min() <= b.max() and b.min() <= a.max())
+    if n == 1:
+        r["reason"] = "one pair has no spread: more seeds are needed"
+        return r
+    sd, sd_a, sd_b = d.std(ddof=1), a.std(ddof=1), b.std(ddof=1)
+    if not one_sample and sd_b > rounding:
+        r["sd_ratio"] = float(sd_a / sd_b)
+        if n > 2 and sd > rounding and (a + b).std() > rounding:
+            r["p_pitman_morgan"] = float(stats.pearsonr(a + b, d).pvalue)
+    if sd <= rounding:
+        r["sd"], r["reason"] = 0.0, "all differences are equal up to rounding: no standard error, no t test"
+        return r
+    test = stats.ttest_1samp(d, 0.0)
+    r |= {"sd": float(sd), "dz": float(d.mean() / sd), "t": float(test.statistic), "df": n - 1, "p": float(test.pvalue)}
+    for name, level in (("ci95", 0.95), ("ci90", 0.90)):
+        r[name] = [float(x) for x in test.confidence_interval(level)]
+    if margin is not None:
+        r["equivalent"] = bool(-margin < r["ci90"][0] and r["ci90"][1] < margin)
+    ncp = special.nctdtrinc(n - 1, 0.2, stats.t.ppf(1 - alpha / (2 * m), n - 1))
+    r["mde80"] = float(sd * ncp / math.sqrt(n)) if math.isfinite(ncp) else None
+    if n >= 5:
+        bca = stats.bootstrap((d,), np.mean, method="BCa", rng=np.random.default_rng(0)).confidence_interval
+        r["bca95"] = [float(bca.low), float(bca.high)] if math.isfinite(bca.low + bca.high) else None
+    return r
+
+
+def signflip(d, rounding=0.0):
+    """
+    Two-sided sign-flip test of differences d (n,) -> (p, the least p that n differences can give).
+
+    The share of sign patterns whose |sum| is at least the observed one; sums that are equal on paper count as ties.
+    """
+    n = len(d)
+    least = abs(d.sum()) - n * rounding - 1e-12 * np.abs(d).sum()  # a sum from here on counts as at least the observed
+    if n <= 20:  # all 2**n sums, by doubling
+        sums = np.zeros(1)
+        for x in d:
+            sums = np.concatenate([sums + x, sums - x])
+        return float(np.mean(np.abs(sums) >= least)), 2.0 / 2**n
+    rng = np.random.default_rng(0)
+    hits = sum(np.sum(np.abs(rng.choice([-1.0, 1.0], (11_111, n)) @ d) >= least) for _ in range(9))
+    return float((1 + hits) / 100_000), 1 / 100_000
+
+
+def holm(p):
+    """
+    Holm's step-down correction (Holm 1979) of p values; None for one that could not be computed.
+
+    A missing p keeps its place in the family, as if it were 1, and stays None.
+    """
+    full = np.array([1.0 if x is None else x for x in p])
+    order = np.argsort(full, kind="stable")
+    raised = np.minimum(1.0, np.maximum.accumulate(full[order] * np.arange(len(full), 0, -1)))
+    out = np.empty(len(full))
+    out[order] = raised
+    return [None if x is None else float(y) for x, y in zip(p, out, strict=True)]
+
+
+def standard_errors(d, block=16):
+    """
+    Would more seeds help, or more text? d: (seeds, windows) differences -> (se_seed, se_text) of their mean.
+
+    Bootstrap (Efron 1979): seeds resampled with the windows fixed; blocks of consecutive windows, which are alike,
+    resampled with the seeds fixed. None where there are fewer than two to resample.
+    """
+    out = []
+    usable = d.shape[1] // block * block
+    for x in (d.mean(1), d[:, :usable].mean(0).reshape(-1, block).mean(1)):
+        if len(x) < 2:
+            out.append(None)
+            continue
+        fit = stats.bootstrap((x,), np.mean, method="percentile", batch=100, rng=np.random.default_rng(0))
+        out.append(float(fit.standard_error))
+    return tuple(out)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# runs: from the records of an experiment to its report
+
+WINDOW_TOLERANCE = 1e-5  # float32 sums in another order; a gain that is off by 0.001 moves a loss by more
+PATH_TOLERANCE = {"float32": 1e-5, "bfloat16": 5e-3}  # of the training path: compiled and eager round differently
+
+
+def last_row(folder):
+    """The record that ends a finished run's log.jsonl, or None."""
+    try:
+        lines = (folder / "log.jsonl").read_text(encoding="utf-8").splitlines()
+        rows = [json.loads(line) for line in lines]
+    except FileNotFoundError:
+        return None
+    except ValueError as e:
+        raise UserError(f"{folder}/log.jsonl is damaged ({e}): run train.py again") from None
+    if not rows or "status" not in rows[-1]:
+        return None
+    return rows[-1] | {"val_history": [(r["iter"], r["val_loss"]) for r in rows if "val_loss" in r]}
+
+
+def read_runs(out, plan):
+    """-> ({(arm, seed): last row, or None for a planned run that is not finished}, deviations from the plan)."""
+    runs = {(arm, seed): last_row(out / arm / f"seed{seed}") for arm in plan["arms"] for seed in plan["seeds"]}
+    deviations = []
+    for note in plan["amendments"]:
+        changes = "; ".join(note["changes"])
+        deviations.append(f"The plan was amended at {note['time']}: {note['reason']} ({changes}).")
+    found = {p.parent for name in ("log.jsonl", "ckpt.pt") for p in out.glob(f"*/*/{name}")}
+    planned = {out / arm / f"seed{seed}" for arm, seed in runs}
+    deviations += [f"Run {p.relative_to(out)} is not in the plan." for p in sorted(found - planned)]
+    for (arm, seed), run in runs.items():
+        if run is None:
+            deviations.append(f"Run {arm}/seed{seed} is planned and not finished.")
+            continue
+        expected = {"config": plan["config"] | plan["arms"][arm], "data": plan["data"], "source": plan["source"]}
+        lines = prepare.differences(expected, {part: run[part] for part in expected})
+        if run["torch"] != plan["packages"]["torch"]:
+            lines.append(f"torch: planned {plan['packages']['torch']}, now {run['torch']}")
+        deviations += [f"Run {arm}/seed{seed} differs from the plan in {line}." for line in lines]
+    return runs, deviations
+
+
+def unlike(runs):
+    """Why the losses of these runs can't be set side by side, or None."""
+    alike = {
+        "dtype": lambda r: r["config"]["dtype"],
+        "compile": lambda r: r["config"]["compile"],
+        "device": lambda r: r["config"]["device"],
+        "block_size": lambda r: r["config"]["block_size"],
+        "validation text": lambda r: r["data"].get("val_sha256"),
+        "number of windows": lambda r: r["data"]["windows"],
+    }
+    for name, get in alike.items():
+        values = sorted({str(get(r)) for r in runs if r})
+        if len(values) > 1:
+            return f"the two sides differ in {name}: {', '.join(values)}"
+    return None
+
+
+def contrast(plan, runs, a, b):
+    """The statistics of one planned contrast over matched seeds, without the correction for their number."""
+    seeds, reference = plan["seeds"], b in plan["references"]
+    sides = [[runs[arm, seed] for seed in seeds] for arm in ((a,) if reference else (a, b))]
+    losses = [[r and r["val_loss"] for r in side] for side in sides]
+    against = plan["references"][b] if reference else losses[1]
+    result = paired(losses[0], against, plan["margin"], plan["alpha"], len(plan["contrasts"]))
+    result |= {"a": a, "b": b, "se_seed": None, "se_text": None}
+    lost = [
+        f"{arm}/seed{s}"
+        for arm in (a, b)
+        for s in seeds
+        if (r := runs.get((arm, s), {})) is None or r.get("status") == "diverged"
+    ]
+    if lost:
+        result["reason"] = f"{', '.join(lost)} missing or diverged, and the rest alone would be another sample"
+    elif reason := unlike([r for side in sides for r in side]):
+        result = dict.fromkeys(result) | {"a": a, "b": b, "n": result["n"], "reason": reason}
+    else:
+        windows = [np.array([r["window_losses"] for r in side]) for side in sides]  # (seeds, windows)
+        other = np.array([plan["reference_windows"][b]]) if reference else windows[1]
+        result["se_seed"], result["se_text"] = standard_errors(windows[0] - other)
+    return result
+
+
+def audit(out, runs, previous):
+    """
+    Measure every checkpoint again, in a fresh model built from the config that is saved in it.
+
+    The windows in float32 as in training, and the training-path batch under the run's own autocast. A difference means
+    that what was trained or measured is not what the config says.
+    """
+    result = {"checked": 0, "max_abs_diff": None, "max_abs_diff_path": None, "failed": [], "sentences": []}
+    todo = [(arm, seed) for arm, seed in runs if (out / arm / f"seed{seed}" / "ckpt.pt").exists()]
+    if not todo:
+        if previous and previous.get("checked"):
+            return previous | {"carried_over": True}
+        return result
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    cache, worst, worst_path = {}, 0.0, 0.0
+    for arm, seed in tqdm(todo, "audit", leave=False, disable=None):
+        name = f"{arm}/seed{seed}"
+        path = out / arm / f"seed{seed}" / "ckpt.pt"
+        ckpt = load_checkpoint(path)
+        c, problems = ckpt["config"], []
+        key = (c["dataset"], c["block_size"], c["eval_tokens"])
+        if key not in cache:
+            _, val, meta = prepare.load(Path("data") / c["dataset"], c["vocab_size"])
+            cache[key] = prepare.windows(val, c["block_size"], c["eval_tokens"]), meta["sha256"]["val"]
+        windows, sha = cache[key]
+        if sha != ckpt["data"]["val_sha256"]:
+            raise UserError(f"data/{c['dataset']}/val.bin is not the text of {name}: prepare it as it was then")
+        model = build(ckpt).to(device)
+        if ckpt["status"] == "finished":
+            saved = ckpt["window_losses"].numpy()
+            diff = np.abs(window_losses(model, windows).numpy() - saved).max()
+            worst = max(worst, float(diff))
+            if not diff <= WINDOW_TOLERANCE:
+                problems.append(f"a window's loss by {diff:.2g}")
+            if runs[arm, seed] and np.abs(saved - np.array(runs[arm, seed]["window_losses"])).max() > 0:
+                problems.append("log.jsonl and ckpt.pt hold different losses")
+            w = ckpt["training_path_batch"].long().to(device)
+            with torch.no_grad(), torch.autocast(device, torch.bfloat16, enabled=c["dtype"] == "bfloat16"):
+                diff = abs(float(model(w[:, :-1], w[:, 1:])[1]) - ckpt["training_path_loss"])
+            worst_path = max(worst_path, diff)
+            if not diff <= PATH_TOLERANCE[c["dtype"]]:
+                problems.append(f"the training path's loss by {diff:.2g}")
+        result["checked"] += 1
+        if problems:
+            result["failed"].append(name)
+            where = "on re-measuring a model built from its saved config"
+            result["sentences"].append(f"Run {name} fails the audit {where}: {'; '.join(problems)}.")
+    return result | {"max_abs_diff": worst, "max_abs_diff_path": worst_path}
+
+
+def load_checkpoint(path):
+    """A ckpt.pt of train.py; raises UserError for anything else. Nothing in the file is executed."""
+    try:
+        ckpt = torch.load(path, map_location="cpu", weights_only=True)
+        needed = ("model", "config", "arm", "seed", "step", "status", "window_losses", "training_path_loss")
+        if not isinstance(ckpt, dict) or any(k not in ckpt for k in needed):
+            raise ValueError("it holds something else")
+        return ckpt
+    except FileNotFoundError:
+        raise UserError(f"{path} not found") from None
+    except Exception as e:  # a damaged file can raise anything in its reader
+        why = " ".join(str(e).split())[:120]
+        raise UserError(f"{path} is damaged, or no checkpoint of ours ({why}): delete it and train again") from None
+
+
+def build(ckpt):
+    """A fresh model from the config and weights of a checkpoint, in evaluation mode."""
+    model = GPT(GPTConfig(**{f.name: ckpt["config"][f.name] for f in fields(GPTConfig)}), ckpt["seed"])
+    model.load_state_dict(ckpt["model"])
+    return model.eval()
+
+
+def report_runs(out):
+    """Read an experiment -> the contents of report.json."""
+    plan_bytes = (out / "plan.json").read_bytes() if (out / "plan.json").exists() else None
+    if plan_bytes is None:
+        raise UserError(f"{out}/plan.json not found: name the folder of an experiment that train.py made")
+    plan = prepare.read_json(out / "plan.json")
+    sha = hashlib.sha256(plan_bytes).hexdigest()
+    runs, deviations = read_runs(out, plan)
+    old = prepare.read_json(out / "report.json") if (out / "report.json").exists() else {}
+    checked = audit(out, runs, old.get("audit") if old.get("plan_sha256") == sha else None)
+    deviations += checked.pop("sentences", [])
+    arms = {}
+    for arm in plan["arms"]:
+        rows = [runs[arm, seed] for seed in plan["seeds"]]
+        finite = [r["val_loss"] for r in rows if r and r["val_loss"] is not None]
+        whole = len(finite) == len([r for r in rows if r]) and finite  # no divergence hides behind a mean of the rest
+        best = [min(v for _, v in r["val_history"] if v is not None) for r in rows if r and r["val_loss"] is not None]
+        arms[arm] = {
+            "n": sum(r is not None for r in rows),
+            "n_finite": len(finite),
+            "mean": float(np.mean(finite)) if whole else None,
+            "sd": float(np.std(finite, ddof=1)) if whole and len(finite) > 1 else None,
+            "min": min(finite, default=None),
+            "max": max(finite, default=None),
+            "best_mean": float(np.mean(best)) if whole else None,
+            "seeds": {str(s): r and r["val_loss"] for s, r in zip(plan["seeds"], rows, strict=True)},
+        }
+    contrasts = [contrast(plan, runs, a, b) for a, b in plan["contrasts"]]
+    for c, p in zip(contrasts, holm([c["p"] for c in contrasts]), strict=True):
+        c["p_holm"] = p
+    report = {
+        "status": "exploratory" if deviations else "confirmatory",
+        "deviations": deviations,
+        "plan_sha256": sha,
+        "outcome": "final",
+        "alpha": plan["alpha"],
+        "margin": plan["margin"],
+        "references": plan["references"],
+        "arms": arms,
+        "contrasts": contrasts,
+        "audit": checked,
+    }
+    return report, plan, runs
+
+
+def number(x, spec=".4f"):
+    return "–" if x is None else format(x, spec)
+
+
+def table(head, rows):
+    """A Markdown table whose columns line up in a terminal too."""
+    cells = [head, *rows]
+    widths = [max(len(str(row[i])) for row in cells) for i in range(len(head))]
+    lines = ["| " + " | ".join(str(c).ljust(w) for c, w in zip(row, widths, strict=True)) + " |" for row in cells]
+    lines.insert(1, "|" + "|".join("-" * (w + 2) for w in widths) + "|")
+    return "\n".join(lines)
+
+
+def verdict(c, alpha):
+    if c["p_holm"] is None:
+        return "not computed"
+    differs = c["p_holm"] < alpha
+    if differs:
+        return ("higher" if c["mean"] > 0 else "lower") + (", within the margin" if c["equivalent"] else "")
+    return "equivalent" if c["equivalent"] else "undecided"
+
+
+def markdown(report, plan, name):
+    """report.json and the plan -> report.md."""
+    head = [f"# {name}: {report['status']}", ""]
+    c = plan["config"]
+    head.append(
+        f"{len(plan['arms'])} arms × {len(plan['seeds'])} seeds, {c['n_layer']} layers, {c['n_head']} heads, width"
+        f" {c['n_embd']}, context {c['block_size']}, {c['max_iters']:,} steps of {c['batch_size']} sequences on"
+        f" {c['dataset']}; {plan['data']['windows']:,} validation windows ({plan['data']['dropped_targets']}"
+        f" targets in a last partial window are dropped). Losses in nats per token. Plan {report['plan_sha256'][:12]}."
+    )
+    text = "\n".join(head) + "\n"
+    if report["deviations"]:
+        text += "\nDeviations from the plan:\n\n" + "".join(f"- {d}\n" for d in report["deviations"])
+    rows = []
+    for arm, a in report["arms"].items():
+        n = f"{a['n']}" if a["n"] == a["n_finite"] else f"{a['n']} ({a['n'] - a['n_finite']} diverged)"
+        rows.append([arm, n, *(number(a[k]) for k in ("mean", "sd", "min", "max", "best_mean"))])
+    rows += [[k, "", number(v), "", "", "", ""] for k, v in report["references"].items() if v is not None]
+    text += "\n" + table(["arm", "n", "mean", "sd", "min", "max", "best_mean"], rows) + "\n"
+    if report["contrasts"]:
+        cs = report["contrasts"]
+        rows = [[
+            f"{c['a']} − {c['b']}",
+            number(c["mean"], "+.4f"),
+            "–" if c["ci95"] is None else f"[{c['ci95'][0]:+.4f}, {c['ci95'][1]:+.4f}]",
+            number(c["p"], ".2g"),
+            number(c["p_holm"], ".2g"),
+            "–" if c["p_signflip"] is None else f"{c['p_signflip']:.2g} (≥ {c['p_signflip_min']:.2g})",
+            number(c["dz"], "+.2f"),
+            verdict(c, report["alpha"]),
+        ] for c in cs]  # fmt: skip
+        text += "\nPlanned contrasts, paired over seeds, first minus second:\n\n"
+        text += table(["contrast", "mean", "ci95", "p", "p_holm", "p_signflip", "dz", "verdict"], rows) + "\n"
+        text += (
+            f"\nhigher or lower: p_holm < {report['alpha']:g}. equivalent: ci90 within ± {report['margin']:g} nats.\n\n"
+        )
+        rows = [[
+            f"{c['a']} − {c['b']}",
+            "–" if c["bca95"] is None else f"[{c['bca95'][0]:+.4f}, {c['bca95'][1]:+.4f}]",
+            {True: "yes", False: "no", None: "–"}[c["ranges_overlap"]],
+            number(c["sd_ratio"], ".2f"),
+            number(c["p_pitman_morgan"], ".2g"),
+            number(c["mde80"]),
+            number(c["se_seed"]),
+            number(c["se_text"]),
+        ] for c in cs]  # fmt: skip
+        columns = ["contrast", "bca95", "ranges_overlap", "sd_ratio", "p_pitman_morgan", "mde80", "se_seed", "se_text"]
+        text += table(columns, rows) + "\n"
+        text += "".join(f"\n{c['a']} − {c['b']}: {c['reason']}.\n" for c in cs if c["reason"])
+    a = report["audit"]
+    if a["checked"]:
+        carried = " (carried over from an earlier report: the weights are not here)" if a.get("carried_over") else ""
+        text += (
+            f"\nAudit{carried}: {a['checked']} checkpoints measured again, {len(a['failed'])} failed; largest"
+            f" difference {a['max_abs_diff']:.1e} in a window (tolerance {WINDOW_TOLERANCE:g}),"
+            f" {a['max_abs_diff_path']:.1e} on the training path.\n"
+        )
+    else:
+        text += "\nAudit: no checkpoint is here, so none was measured again.\n"
+    return text
+
+
+COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")  # Okabe and Ito
+STYLES, MARKERS = ("-", "--", ":", "-."), ("o", "s", "^", "D")
+
+
+def arm_styles(arms):
+    """A colour for each arm, by its place in the plan; A+x shares the colour of A, in another line style."""
+    bases = list(dict.fromkeys(arm.split("+")[0] for arm in arms))
+    ends = list(dict.fromkeys(arm.partition("+")[2] for arm in arms))
+    styles = {}
+    for arm in arms:
+        i, j = bases.index(arm.split("+")[0]), ends.index(arm.partition("+")[2]) + bases.index(arm.split("+")[0]) // 7
+        styles[arm] = {"color": COLOURS[i % 7], "linestyle": STYLES[j % 4], "marker": MARKERS[j % 4]}
+    return styles
+
+
+def figure_runs(path, report, plan, runs):
+    """Validation curves of every seed, and final losses by arm with the runs of a seed joined."""
+    from matplotlib.figure import Figure
+
+    arms, styles = list(plan["arms"]), arm_styles(plan["arms"])
+    few = len(arms) <= 4
+    fig = Figure(figsize=(11 if few else 11 + 0.25 * len(arms), 4.6), layout="constrained")
+    left, right = fig.subplots(1, 2)
+    for (arm, _), run in runs.items():
+        history = [(i, v) for i, v in (run["val_history"] if run else ()) if v is not None]
+        line = {k: styles[arm][k] for k in ("color", "linestyle")}
+        line["linewidth"] = max(1.2, 3.0 - 0.6 * arms.index(arm))  # an arm that covers another leaves its rim to be seen
+        left.plot(*(zip(*history, strict=True) if history else ([], [])), **line)
+    for i, arm in enumerate(arms):
+        left.plot([], [], color=styles[arm]["color"], linestyle=styles[arm]["linestyle"], label=arm)
+        values = [v for v in report["arms"][arm]["seeds"].values() if v is not None]
+        marks = {"color": styles[arm]["color"], "marker": styles[arm]["marker"]}
+        right.scatter([i] * len(values), values, 26, zorder=2, **marks)
+        if lost := report["arms"][arm]["n"] - report["arms"][arm]["n_finite"]:
+            right.text(i, 1, f"{lost} diverged", transform=right.get_xaxis_transform(), ha="center", va="top", size=8)
+    for seed in plan["seeds"]:
+        losses = [report["arms"][arm]["seeds"][str(seed)] for arm in arms]
+        right.plot(range(len(arms)), [math.nan if v is None else v for v in losses], color="0.7", lw=0.8, zorder=1)
+    right.set_xticks(range(len(arms)), arms, rotation=0 if few else 35, ha="center" if few else "right")
+    right.set_xlim(-0.5, len(arms) - 0.5)
+    left.set(title="every run", xlabel="training step", ylabel="validation loss (nats per token)")
+    right.set(title="final loss, a line joins the runs of one seed", ylabel="final validation loss (nats per token)")
+    for axis in (left, right):
+        low, high = axis.get_ylim()
+        for name, value in plan["references"].items():
+            if value is not None and low < value < high:
+                axis.axhline(value, color="0.35", lw=1, ls=(0, (6, 3)), zorder=0)
+                axis.annotate(
+                    name, (axis.get_xlim()[1], value), (-4, 3), textcoords="offset points", ha="right", size=8
+                )
+        axis.set_ylim(low, high)
+        axis.title.set_size(10)
+        axis.spines[["top", "right"]].set_visible(False)
+    left.legend(frameon=False, fontsize=8, ncols=1 if len(arms) <= 6 else 2)
+    fig.suptitle(f"{Path(plan['config']['out_dir']).name}: {report['status']}", fontsize=11)
+    with whole_file(path, "wb") as f:
+        fig.savefig(f, dpi=150, format="png", metadata={"Software": None})
+
+
+def runs_command(out):
+    out = Path(out)
+    report, plan, runs = report_runs(out)
+    text = markdown(report, plan, Path(plan["config"]["out_dir"]).name)
+    with whole_file(out / "report.json") as f:
+        json.dump(report, f, indent=1, allow_nan=False)
+    with whole_file(out / "report.md") as f:
+        f.write(text)
+    figure_runs(out / "report.png", report, plan, runs)
+    print(text)
+    print(f"written: {out}/report.json, report.md, report.png")
+
+
+def main(argv):
+    words, flags = prepare.parse(argv, {"help": bool})
+    if flags.get("help") or not words:
+        print(__doc__.strip())
+    elif words[0] == "runs":
+        if len(words) != 2:
+            raise UserError("name one experiment: python analyze.py runs OUT")
+        runs_command(words[1])
+    else:
+        raise UserError(f"unknown command {words[0]!r}: runs")
+
+
+if __name__ == "__main__":
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    prepare.cli(main)

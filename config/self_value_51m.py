@@ -1,0 +1,35 @@
+# Study B's training test as published: 3 arms, 8 paired seeds, 50.9M parameters, 399,900,672 tokens a run.
+#
+# Answers to (nats per token): fixed − baseline +0.0011, p = 0.197; self − baseline −0.0029, Holm p = 0.0023;
+# self − fixed −0.0040, p = 0.0018. Exactly these arms and contrasts.
+# Read off the published counts: 8 layers, 8 heads, width 512 and 50,304 tied embeddings are 50.9M (positions not
+# counted); 3,051 steps of 131,072 tokens are 399,900,672. Our choice, since not published: corpus, rate, betas.
+
+dataset = "fineweb-edu"
+n_layer, n_head, n_embd = 8, 8, 512
+block_size = 1024
+vocab_size = 50304
+bias = False
+dropout = 0.0
+batch_size = 128  # 131,072 tokens a step
+micro_batch_size = 16
+max_iters = 3051
+learning_rate, min_lr = 6e-4, 6e-5
+warmup_iters = 200
+beta1, beta2 = 0.9, 0.95
+eval_interval = 250
+eval_tokens = 4194304
+checkpoint_interval = 250
+
+arms = {
+    "baseline": {},
+    "self": {"removal": "self"},
+    "fixed": {"removal": "fixed"},
+}
+seeds = range(8)
+contrasts = [
+    ("fixed", "baseline"),
+    ("self", "baseline"),
+    ("self", "fixed"),
+]
+margin = 0.002  # nats; ours: below the effect that the study reports

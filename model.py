@@ -1,0 +1,316 @@
+"""
+GPT with parts that can be taken out.
+
+Notable:
+- GPT-2 shaped: Pre-LN, learned positions, GELU (tanh form), fused qkv, tied embeddings. Defaults are plain GPT-2.
+- Every ablation is a field of GPTConfig, so it is saved with the weights and is the same wherever the model runs.
+- Every parameter is drawn from a random stream of its own, so no flag can shift the initial values of another.
+- `tap` sees, and may replace, the output of every attention head. None costs nothing.
+
+This file needs torch and nothing else of this project: copy it.
+"""
+
+import hashlib
+import math
+from dataclasses import dataclass
+
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+
+REMOVALS = ("none", "self", "fixed", "rotated", "previous")
+
+
+@dataclass
+class GPTConfig:
+    block_size: int = 1024
+    vocab_size: int = 50304  # GPT-2's 50,257 rounded up to a multiple of 64, which matrix units like
+    n_layer: int = 12
+    n_head: int = 12
+    n_embd: int = 768
+    n_kv_head: int | None = None  # key-value heads, for grouped-query attention; None: as many as n_head
+    dropout: float = 0.0
+    bias: bool = True  # in linear layers and layer norms, as GPT-2
+    # the ablations: x <- residual * x + gain * branch(norm(x))
+    attn_residual: bool = True
+    ffn_residual: bool = True
+    attn_gain: float = 1.0
+    ffn_gain: float = 1.0
+    removal: str = "none"  # direction removed from each head's output: one of REMOVALS
+    routing: bool = True  # False: every position attends to itself only
+    self_bias: float = 0.0  # added to each query's attention logit for its own position
+
+    def __post_init__(self):
+        for name in ("block_size", "vocab_size", "n_layer", "n_head", "n_embd"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name}={getattr(self, name)} must be at least 1")
+        if self.n_embd % self.n_head:
+            raise ValueError(f"n_embd={self.n_embd} is not divisible by n_head={self.n_head}")
+        if self.n_kv_head is not None and (self.n_kv_head < 1 or self.n_head % self.n_kv_head):
+            raise ValueError(f"n_head={self.n_head} is not divisible by n_kv_head={self.n_kv_head}")
+        if not 0 <= self.dropout < 1:
+            raise ValueError(f"dropout={self.dropout} must lie in [0, 1)")
+        for name in ("attn_gain", "ffn_gain", "self_bias"):
+            if not math.isfinite(getattr(self, name)):
+                raise ValueError(f"{name}={getattr(self, name)} must be finite")
+        if self.removal not in REMOVALS:
+            raise ValueError(f"removal={self.removal!r} must be one of {', '.join(REMOVALS)}")
+        if not self.routing and self.removal in ("self", "previous"):
+            why = "the head output would be zero" if self.removal == "self" else "it would route across positions again"
+            raise ValueError(f"routing=False with removal={self.removal!r}: {why}")
+
+
+def hash_seed(*key):
+    """A seed for torch.Generator from any key, such as (seed, "init", name): streams of unlike keys are unrelated."""
+    return int.from_bytes(hashlib.sha256(repr(key).encode()).digest()[:8], "little") >> 1
+
+
+def stream(*key):
+    """A CPU torch.Generator of its own for each key."""
+    return torch.Generator().manual_seed(hash_seed(*key))
+
+
+def remove_direction(y, d):
+    """
+    y minus its projection on d: y - (y.d) d / |d|^2 along the last dimension.
+
+    y, d: (..., D), broadcast against each other. Where d is zero, y comes back as it is. Computed in float32 or wider
+    and returned in y's dtype: under autocast einsum or a matrix product would drop to bfloat16, this product does not.
+    """
+    wide = torch.promote_types(y.dtype, torch.float32)
+    a, d = y.to(wide), d.to(wide)
+    along = (a * d).sum(-1, keepdim=True) / (d * d).sum(-1, keepdim=True).clamp_min(torch.finfo(wide).tiny)
+    return (a - along * d).to(y.dtype)
+
+
+class Attention(nn.Module):
+    def __init__(self, config, layer, seed):
+        super().__init__()
+        self.layer, self.n_head, self.dropout, self.removal = layer, config.n_head, config.dropout, config.removal
+        self.n_kv_head = config.n_kv_head or config.n_head
+        H, D = self.n_head, config.n_embd // config.n_head
+        self.widths = (H * D, self.n_kv_head * D, self.n_kv_head * D)
+        self.c_attn = nn.Linear(config.n_embd, sum(self.widths), bias=config.bias)
+        self.c_proj = nn.Linear(config.n_embd, config.n_embd, bias=config.bias)
+        # the controls: drawn in float64 from streams of their own, saved with the weights
+        if self.removal == "fixed":
+            d = torch.randn(H, D, dtype=torch.float64, generator=stream(seed, "fixed", layer))
+            self.register_buffer("directions", F.normalize(d, dim=-1).float())  # (H, D)
+        if self.removal == "rotated":
+            q, r = torch.linalg.qr(torch.randn(H, D, D, dtype=torch.float64, generator=stream(seed, "rotated", layer)))
+            q = q * r.diagonal(dim1=-2, dim2=-1).sign()[:, None, :]  # uniform over orthogonal matrices (Mezzadri 2007)
+            q[:, :, 0] *= torch.linalg.det(q).sign()[:, None]  # and without reflection
+            self.register_buffer("rotations", q.float())  # (H, D, D)
+
+    def direction(self, v):
+        """The direction to remove from each head's output. v: (B, H_kv, T, D) -> broadcastable to (B, H, T, D)."""
+        if self.removal == "fixed":
+            return self.directions[:, None, :]  # (H, 1, D)
+        own = v.repeat_interleave(self.n_head // self.n_kv_head, dim=1)  # (B, H, T, D), the group's own value
+        if self.removal == "previous":
+            return F.pad(own[:, :, :-1], (0, 0, 1, 0))  # position 0 has no previous: zero, so nothing is removed
+        return own @ self.rotations if self.removal == "rotated" else own
+
+    def forward(self, x, mask, tap):
+        B, T, C = x.shape
+        q, k, v = self.c_attn(x).split(self.widths, dim=-1)
+        q = q.view(B, T, self.n_head, -1).transpose(1, 2)  # (B, H, T, D)
+        k = k.view(B, T, self.n_kv_head, -1).transpose(1, 2)  # (B, H_kv, T, D)
+        v = v.view(B, T, self.n_kv_head, -1).transpose(1, 2)  # (B, H_kv, T, D)
+        if x.device.type == "mps":  # attention over transposed views has given wrong numbers there
+            q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
+        y = F.scaled_dot_product_attention(
+            q,
+            k,
+            v,
+            attn_mask=None if mask is None else mask.to(q.dtype),
+            dropout_p=self.dropout if self.training else 0.0,
+            is_causal=mask is None,
+            enable_gqa=self.n_kv_head != self.n_head,
+        )  # (B, H, T, D)
+        if tap is not None:
+            y = tap(self.layer, y, v)
+        if self.removal != "none":
+            y = remove_direction(y, self.direction(v))
+        y = y.transpose(1, 2).reshape(B, T, C)  # heads side by side
+        return F.dropout(self.c_proj(y), self.dropout, self.training)
+
+
+class MLP(nn.Module):
+    def __init__(self, config):
+        super().__init__()
+        self.dropout = config.dropout
+        self.c_fc = nn.Linear(config.n_embd, 4 * config.n_embd, bias=config.bias)
+        self.c_proj = nn.Linear(4 * config.n_embd, config.n_embd, bias=config.bias)
+
+    def forward(self, x):
+        return F.dropout(self.c_proj(F.gelu(self.c_fc(x), approximate="tanh")), self.dropout, self.training)
+
+
+class Block(nn.Module):
+    def __init__(self, config, layer, seed):
+        super().__init__()
+        self.attn_residual, self.attn_gain = config.attn_residual, config.attn_gain
+        self.ffn_residual, self.ffn_gain = config.ffn_residual, config.ffn_gain
+        self.ln_1 = nn.LayerNorm(config.n_embd, bias=config.bias)
+        self.attn = Attention(config, layer, seed)
+        self.ln_2 = nn.LayerNorm(config.n_embd, bias=config.bias)
+        self.mlp = MLP(config)
+
+    def forward(self, x, mask, tap):  # (B, T, C) -> (B, T, C)
+        x = join(self.attn_residual, x, self.attn_gain, self.attn(self.ln_1(x), mask, tap))
+        x = join(self.ffn_residual, x, self.ffn_gain, self.mlp(self.ln_2(x)))
+        return x
+
+
+def join(residual, x, gain, branch):
+    return torch.add(x, branch, alpha=gain) if residual else gain * branch
+
+
+class GPT(nn.Module):
+    """
+    GPT(config, seed=0): the seed fixes the initial weights and the control directions.
+
+    model(idx) -> (logits, None); model(idx, targets) -> (logits, mean loss in nats per token).
+    `tap(layer, y, v) -> y`, when set on the model, gets each layer's head outputs y (B, H, T, D) and values
+    v (B, H_kv, T, D) before the model's own removal and the output projection; what it returns takes the place of y.
+    """
+
+    tap = None
+
+    def __init__(self, config, seed=0):
+        super().__init__()
+        self.config = config
+        self.wte = nn.Embedding(config.vocab_size, config.n_embd)
+        self.wpe = nn.Embedding(config.block_size, config.n_embd)
+        self.h = nn.ModuleList([Block(config, layer, seed) for layer in range(config.n_layer)])
+        self.ln_f = nn.LayerNorm(config.n_embd, bias=config.bias)
+        self.lm_head = nn.Linear(config.n_embd, config.vocab_size, bias=False)
+        self.lm_head.weight = self.wte.weight  # tied
+        mask = None  # plain causal attention, without a mask tensor
+        if not config.routing or config.self_bias:
+            T = config.block_size
+            allowed = torch.eye(T, dtype=torch.bool) if not config.routing else torch.ones(T, T).tril().bool()
+            mask = torch.zeros(T, T).masked_fill(~allowed, -math.inf) + torch.eye(T) * config.self_bias
+        self.register_buffer("mask", mask, persistent=False)  # (T, T), added to the attention logits
+        for name, p in self.named_parameters():
+            if p.dim() < 2:  # gains of the layer norms start at 1, biases at 0
+                nn.init.zeros_(p) if name.endswith("bias") else nn.init.ones_(p)
+            else:  # GPT-2: 0.02, and output projections less, as 2 * n_layer of them add up in the residual stream
+                std = 0.02 / math.sqrt(2 * config.n_layer) if name.endswith("c_proj.weight") else 0.02
+                nn.init.normal_(p, std=std, generator=stream(seed, "init", name))
+
+    def forward(self, idx, targets=None, per_token=False):
+        """
+        idx, targets: (B, T) integers, T <= block_size -> (logits, loss).
+
+        Without targets: (B, T, V), None. With them: (B, T, V) and the mean loss. per_token: None and the loss of each
+        token (B, T), in row chunks, so that the logits of a large batch are never in memory at once.
+        """
+        T = idx.shape[1]
+        if self.config.block_size < T:
+            raise ValueError(f"{T} tokens are more than block_size={self.config.block_size}")
+        mask = None if self.mask is None else self.mask[:T, :T]
+        x = self.wte(idx) + self.wpe.weight[:T]  # (B, T, C)
+        x = F.dropout(x, self.config.dropout, self.training)
+        for block in self.h:
+            x = block(x, mask, self.tap)
+        x = self.ln_f(x)
+        if per_token:
+            rows = max(1, 2**25 // self.config.vocab_size)  # 128 MiB of float32 logits at a time
+            pairs = zip(x.flatten(0, 1).split(rows), targets.flatten().split(rows), strict=True)
+            loss = torch.cat([F.cross_entropy(self.lm_head(a).float(), b, reduction="none") for a, b in pairs])
+            return None, loss.view(targets.shape)
+        logits = self.lm_head(x)  # (B, T, V)
+        if targets is None:
+            return logits, None
+        return logits, F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
+
+    @classmethod
+    def from_pretrained(cls, name, seed=0, **overrides):
+        """
+        GPT-2 weights through transformers: "gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl" or a local folder.
+
+        overrides: fields of GPTConfig, such as removal="self"; a smaller block_size crops the positions. The seed fixes
+        the control directions.
+        Raises ValueError where the model can't be had, or is no GPT-2 that this file can reproduce.
+        """
+        from transformers import AutoConfig, GPT2LMHeadModel
+
+        try:
+            c = AutoConfig.from_pretrained(name)
+        except (OSError, ValueError) as e:
+            raise ValueError(f"pretrained model {name!r} can't be read: {str(e).strip().splitlines()[0]}") from None
+        if c.model_type != "gpt2":
+            raise ValueError(f"pretrained model {name!r} is a {c.model_type}, not a gpt2")
+        needed = {
+            "activation_function": "gelu_new",
+            "layer_norm_epsilon": 1e-5,
+            "scale_attn_weights": True,
+            "scale_attn_by_inverse_layer_idx": False,
+            "tie_word_embeddings": True,
+            "add_cross_attention": False,
+        }
+        for key, value in needed.items():
+            if getattr(c, key, value) != value:
+                raise ValueError(f"pretrained model {name!r} has {key}={getattr(c, key)}; only {value} is supported")
+        if c.n_inner not in (None, 4 * c.n_embd):
+            raise ValueError(f"pretrained model {name!r} has n_inner={c.n_inner}; only {4 * c.n_embd} is supported")
+        shape = {k: getattr(c, k) for k in ("vocab_size", "n_layer", "n_head", "n_embd")} | {"bias": True}
+        for key, value in shape.items():
+            if overrides.get(key, value) != value:
+                raise ValueError(f"{key}={overrides[key]}, but pretrained model {name!r} has {key}={value}")
+        config = GPTConfig(**{"block_size": c.n_positions, **shape, **overrides})
+        if config.block_size > c.n_positions:
+            raise ValueError(f"block_size={config.block_size} is more than the {c.n_positions} positions of {name!r}")
+        if config.n_kv_head not in (None, c.n_head):
+            raise ValueError(f"n_kv_head={config.n_kv_head}, but pretrained model {name!r} has no grouped queries")
+        try:
+            source = GPT2LMHeadModel.from_pretrained(name, dtype=torch.float32).state_dict()
+        except (OSError, ValueError) as e:
+            raise ValueError(f"pretrained model {name!r} can't be read: {str(e).strip().splitlines()[0]}") from None
+        model = cls(config, seed)
+        with torch.no_grad():
+            for key, p in model.named_parameters():
+                w = source["transformer." + key]
+                if key.endswith(("c_attn.weight", "c_proj.weight", "c_fc.weight")):
+                    w = w.t()  # GPT-2 keeps (in, out), nn.Linear (out, in)
+                p.copy_(w[: config.block_size] if key == "wpe.weight" else w)
+        return model
+
+    @torch.no_grad()
+    def generate(self, idx, max_new_tokens, temperature=1.0, top_k=None, generator=None):
+        """Sample max_new_tokens after idx (B, T), from the last block_size tokens at each step -> (B, T + new)."""
+        for _ in range(max_new_tokens):
+            logits, _ = self(idx[:, -self.config.block_size :])
+            logits = logits[:, -1] / temperature  # (B, V)
+            if top_k is not None:
+                kth = logits.topk(min(top_k, logits.shape[-1])).values[:, -1:]
+                logits = logits.masked_fill(logits < kth, -math.inf)
+            idx = torch.cat([idx, torch.multinomial(logits.softmax(-1), 1, generator=generator)], dim=1)
+        return idx
+
+
+@torch.no_grad()
+def window_losses(model, windows, rank=0, world=1):
+    """
+    Mean loss of each window in nats per token, float64 (n,), on the CPU.
+
+    windows: (n, T + 1) integer array or tensor; tokens 0..T-1 of a row predict tokens 1..T. Float32 without autocast,
+    dropout off. With world > 1 only every world-th batch, from rank on, is measured and the rest is 0, so the sum over
+    ranks is the whole: every window is in the same batch whatever the number of ranks, so its loss has the same bits.
+    """
+    n, T = windows.shape[0], windows.shape[1] - 1
+    batch = max(1, 8192 // T)
+    losses = torch.zeros(n, dtype=torch.float64)
+    device = next(model.parameters()).device
+    training = model.training
+    model.eval()
+    with torch.autocast(device.type, enabled=False):
+        for i in range(rank * batch, n, world * batch):
+            w = torch.as_tensor(windows[i : i + batch] + 0)  # a copy, as a view of a file is read-only
+            w = w.long().to(device)  # (batch, T + 1)
+            _, loss = model(w[:, :-1], w[:, 1:], per_token=True)
+            losses[i : i + batch] = loss.double().mean(1).cpu()
+    model.train(training)
+    return losses

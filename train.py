@@ -1,0 +1,658 @@
+"""
+One config -> every run of the experiment.
+
+    python train.py config/NAME.py [--key=value ...] [--arms=A,B] [--seeds=0-3]
+    torchrun --standalone --nproc_per_node=N train.py config/NAME.py ...
+
+A config is plain Python assignments of the names in Config below. A run is arm x seed and lives in
+out/EXPERIMENT/ARM/seedK/; seeds are the outer loop, so an interrupted experiment holds complete pairs. Finished runs
+are skipped, unfinished ones resume. Start the command several times (one process a core or GPU, an array of jobs) and
+the processes share the runs among them through file locks.
+
+Two arms with one seed differ by the arm and by nothing else: the same initial weights to the bit, and at step s the
+same batch, which is a function of (seed, s) alone.
+"""
+
+import ast
+import contextlib
+import dataclasses
+import fcntl
+import hashlib
+import json
+import math
+import os
+import platform
+import re
+import signal
+import subprocess
+import sys
+import time
+import typing
+from dataclasses import dataclass, field
+from pathlib import Path
+
+os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS is deterministic only with this, set before CUDA
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from tqdm import tqdm
+
+import prepare
+from model import GPT, GPTConfig, hash_seed, stream, window_losses
+from prepare import UserError, differences, nearest, typed, whole_file
+
+
+@dataclass
+class Config(GPTConfig):
+    """Every tunable value. Those of the model and its ablation flags are in model.py, and can be set the same way."""
+
+    vocab_size: int | None = None  # None: that of the data
+    # the experiment
+    arms: dict = field(default_factory=lambda: {"Baseline": {}})  # name -> model flags that this arm changes
+    seeds: list | range | tuple = range(1)
+    contrasts: list | tuple = ()  # planned: (arm, arm or "unigram" or "bigram"), first minus second
+    margin: float = 0.02  # nats within which two arms count as equivalent
+    alpha: float = 0.05
+    # data and places
+    out_dir: str | None = None  # None: out/ and the name of the config
+    dataset: str = "pydocs"  # a folder in data/
+    init_from: str = "scratch"  # or any name that GPT.from_pretrained takes
+    # a step
+    batch_size: int = 12  # sequences a step, over all devices
+    micro_batch_size: int | None = None  # sequences that one device takes at once; None: its whole share
+    max_iters: int = 2000
+    learning_rate: float = 1e-3
+    decay_lr: bool = True  # cosine to min_lr
+    warmup_iters: int = 100
+    lr_decay_iters: int | None = None  # None: max_iters
+    min_lr: float = 1e-4
+    weight_decay: float = 0.1  # on matrices only
+    beta1: float = 0.9
+    beta2: float = 0.95
+    grad_clip: float = 1.0  # 0: off
+    # watching
+    eval_interval: int = 250
+    eval_tokens: int | None = None  # validate on the first so many tokens; None: on the whole split
+    log_interval: int = 10
+    checkpoint_interval: int = 500  # steps between two saved states, from which a killed run resumes
+    wandb_log: bool = False
+    wandb_project: str = "nanoAblate"
+    # machine
+    device: str = "auto"  # cpu, cuda or mps; auto: cuda where there is one, else cpu
+    dtype: str = "auto"  # of autocast: float32 or bfloat16; auto: bfloat16 on cuda, else float32
+    compile: bool | str = "auto"  # auto: on cuda
+    deterministic: bool = True  # same command, same machine, same bits
+
+
+TYPES = typing.get_type_hints(Config)
+SHAPE = ("block_size", "vocab_size")  # an arm that changed these would be measured on other windows
+REFERENCES = ("unigram", "bigram")
+SOURCES = ("model.py", "prepare.py", "train.py")
+
+# ---------------------------------------------------------------------------------------------------------------------
+# configuration
+
+
+def read_config(path, flags):
+    """A config file and the flags of the command line -> Config; raises UserError."""
+    if not Path(path).is_file():
+        there = sorted(str(p) for p in Path(path).parent.glob("*.py"))
+        raise UserError(f"config {path} is no file{nearest(path, there)}")
+    values = {}
+    try:
+        source = Path(path).read_text(encoding="utf-8")
+        exec(compile(source, path, "exec"), values)
+    except Exception as e:  # whatever the config's own code raises is for its author
+        line = getattr(e, "lineno", None) or (e.__traceback__.tb_next and e.__traceback__.tb_next.tb_lineno)
+        raise UserError(f"config {path}, line {line}: {type(e).__name__}: {e}") from None
+    values = {k: v for k, v in values.items() if not k.startswith("_") and not isinstance(v, type(sys))}
+    for node in ast.walk(ast.parse(source)):  # Python itself keeps the last of two equal keys without a word
+        keys = [k.value for k in node.keys if isinstance(k, ast.Constant)] if isinstance(node, ast.Dict) else []
+        if repeated := [k for k in keys if keys.count(k) > 1]:
+            raise UserError(f"config {path} has two arms named {repeated[0]}: give each a name of its own")
+    values.update(flags)
+    for name, value in values.items():
+        if name == "gradient_accumulation_steps":
+            raise UserError(
+                "gradient_accumulation_steps is nanoGPT's: here batch_size counts all sequences of a step, so set"
+                " batch_size to the product of the two and micro_batch_size to what one device takes at once"
+            )
+        if name not in TYPES:
+            raise UserError(f"unknown name {name} in {path}{nearest(name, TYPES) or ': train.py lists the known ones'}")
+        values[name] = typed(name, value, TYPES[name])
+    try:
+        config = Config(**{"vocab_size": 1, **values})  # the data's vocabulary is not known yet
+    except ValueError as e:
+        raise UserError(f"config {path}: {e}") from None
+    config.vocab_size = values.get("vocab_size")
+    config.seeds = list(config.seeds)
+    config.contrasts = [list(c) for c in config.contrasts]
+    config.out_dir = config.out_dir or str(Path("out") / Path(path).stem)
+    config.lr_decay_iters = config.max_iters if config.lr_decay_iters is None else config.lr_decay_iters
+    check_config(config)
+    return config
+
+
+def check_config(config):
+    for name in ("batch_size", "max_iters", "eval_interval", "log_interval", "checkpoint_interval"):
+        if getattr(config, name) < 1:
+            raise UserError(f"{name}={getattr(config, name)} must be at least 1")
+    if not config.margin > 0 or not 0 < config.alpha < 1:
+        raise UserError(f"margin={config.margin} must be positive and alpha={config.alpha} between 0 and 1")
+    for name, choices in (("device", ("auto", "cpu", "cuda", "mps")), ("dtype", ("auto", "float32", "bfloat16"))):
+        if getattr(config, name) not in choices:
+            raise UserError(f"{name}={getattr(config, name)!r} must be one of {', '.join(choices)}")
+    if config.compile not in (True, False, "auto"):
+        raise UserError(f"compile={config.compile!r} must be True, False or auto")
+    if not config.arms or not config.seeds:
+        raise UserError("arms and seeds must not be empty")
+    for seed in config.seeds:
+        if type(seed) is not int or seed < 0 or config.seeds.count(seed) > 1:
+            raise UserError(f"seeds hold {seed!r}: each must be an integer from 0 on, and there once")
+    lower = [str(arm).lower() for arm in config.arms]
+    for arm, overrides in config.arms.items():
+        if type(arm) is not str or not re.fullmatch(r"[A-Za-z0-9_+][A-Za-z0-9_.+-]*", arm) or arm in REFERENCES:
+            raise UserError(f"arm {arm!r}: a name is letters, digits and _+-. and neither unigram nor bigram")
+        if lower.count(arm.lower()) > 1:  # one folder where the file system does not tell case
+            raise UserError(f"two arms are named {arm}: give each a name of its own")
+        if type(overrides) is not dict:
+            raise UserError(f"arm {arm} must be a dict of model flags, not {overrides!r}")
+        model_config(config, arm, 1)
+    for contrast in config.contrasts:
+        if len(contrast) != 2 or config.contrasts.count(contrast) > 1 or contrast[0] == contrast[1]:
+            raise UserError(f"contrast {contrast} must be a pair of two names, and there once")
+        for name, known in zip(contrast, (list(config.arms), [*config.arms, *REFERENCES]), strict=True):
+            if name not in known:
+                raise UserError(f"contrast {contrast} names no arm with {name!r}{nearest(name, known)}")
+
+
+def model_config(config, arm, vocab_size):
+    """The GPTConfig of an arm; raises UserError."""
+    known = {f.name: TYPES[f.name] for f in dataclasses.fields(GPTConfig)}
+    values = {name: getattr(config, name) for name in known} | {"vocab_size": vocab_size}
+    for name, value in config.arms[arm].items():
+        if name in SHAPE:
+            raise UserError(f"arm {arm} sets {name}: then it would be measured on other text than the other arms")
+        if name not in known:
+            raise UserError(f"arm {arm} sets {name}, which is no flag of the model{nearest(name, known)}")
+        values[name] = typed(f"arm {arm}: {name}", value, known[name])
+    try:
+        return GPTConfig(**values)
+    except ValueError as e:
+        raise UserError(f"arm {arm}: {e}") from None
+
+
+def narrow(config, arms, seeds):
+    """--arms=A,B and --seeds=0-3,7 -> the arms and seeds of this invocation. The plan stays whole."""
+    names = list(config.arms) if arms is None else arms.split(",")
+    for name in names:
+        if name not in config.arms:
+            raise UserError(f"--arms names {name!r}, which is no arm of the config{nearest(name, config.arms)}")
+    numbers = [] if seeds else config.seeds
+    for part in (seeds or "").split(",") if seeds is not None else []:
+        if not (match := re.fullmatch(r"(\d+)(?:-(\d+))?", part)):
+            raise UserError(f"--seeds={seeds} must look like 0-3 or 0,2,5")
+        numbers += range(int(match[1]), int(match[2] or match[1]) + 1)
+    for seed in numbers:
+        if seed not in config.seeds:
+            raise UserError(f"--seeds names {seed}, which is no seed of the config")
+    return names, numbers
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# the plan
+
+
+def make_plan(config, data):
+    """All that binds an experiment, as plain JSON values; written before the first step."""
+    here = Path(__file__).parent
+    git = subprocess.run(["git", "-C", here, "describe", "--always", "--dirty"], capture_output=True, text=True)
+    losses = data["references"]
+    return {
+        "config": {k: v for k, v in vars(config).items() if k not in ("arms", "seeds", "contrasts", "alpha", "margin")},
+        "arms": config.arms,
+        "seeds": config.seeds,
+        "contrasts": config.contrasts,
+        "alpha": config.alpha,
+        "margin": config.margin,
+        "data": data["record"],
+        "source": {name: hashlib.sha256((here / name).read_bytes()).hexdigest() for name in SOURCES},
+        "commit": git.stdout.strip() or None,
+        "packages": {"python": platform.python_version(), "torch": str(torch.__version__), "numpy": np.__version__},
+        "machine": {"system": platform.platform(), "processor": platform.machine(), "cores": os.cpu_count()},
+        "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+        "amendments": [],
+        "references": {k: None if v is None else float(v.mean()) for k, v in losses.items()},
+        "reference_windows": {k: None if v is None else v.tolist() for k, v in losses.items()},
+    }
+
+
+def bind_plan(out, new, amend):
+    """Write plan.json, or compare with the one that is there; another plan stops the command unless amended."""
+    path = out / "plan.json"
+    out.mkdir(parents=True, exist_ok=True)
+    new = json.loads(json.dumps(new))  # as it will be read back: lists for tuples, strings for keys
+    with locked(out / "plan.lock", wait=True):
+        if not path.exists():
+            plan = new
+        else:
+            plan = prepare.read_json(path)
+            lines = differences(plan, new)
+            if not lines:
+                return plan
+            if amend is None:
+                for line in lines:
+                    say(line)
+                raise UserError(f"{path} plans another experiment: choose another --out_dir, or say --amend='reason'")
+            note = {"time": new["time"], "reason": amend, "changes": lines}
+            plan = new | {"time": plan["time"], "amendments": [*plan["amendments"], note]}
+        with whole_file(path) as f:
+            last = "reference_windows"  # thousands of numbers: on one line at the end
+            text = json.dumps({k: v for k, v in plan.items() if k != last}, indent=1)
+            f.write(f"{text[:-2]},\n {json.dumps(last)}: {json.dumps(plan[last])}\n}}\n")
+    return plan
+
+
+@contextlib.contextmanager
+def locked(path, wait=False):
+    """Hold a file lock; yields False if another process holds it. The lock of a process that dies is free at once."""
+    with open(path, "a") as f:
+        try:
+            fcntl.flock(f, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+        except BlockingIOError:
+            yield False
+            return
+        except OSError as e:
+            raise UserError(f"{path} can't be locked ({e.strerror}): --out_dir must be on a disk with flock") from None
+        yield True
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# one run
+
+
+def batch(tokens, seed, step, batch_size, block_size):
+    """
+    The batch at a step: a pure function of (seed, step), the same for all arms, processes and resumes.
+
+    tokens: (n,) -> (batch_size, block_size + 1) int64; row r is the text from a random start on, inputs and targets.
+    """
+    starts = torch.randint(len(tokens) - block_size, (batch_size,), generator=stream(seed, "batch", step))
+    return torch.from_numpy(np.stack([tokens[i : i + block_size + 1] for i in starts.tolist()]).astype(np.int64))
+
+
+def learning_rate(config, step):
+    """Linear warm-up, then cosine from learning_rate to min_lr at lr_decay_iters."""
+    if not config.decay_lr:
+        return config.learning_rate
+    if step < config.warmup_iters:
+        return config.learning_rate * (step + 1) / (config.warmup_iters + 1)
+    done = min(1.0, (step - config.warmup_iters) / max(1, config.lr_decay_iters - config.warmup_iters))
+    return config.min_lr + 0.5 * (1 + math.cos(math.pi * done)) * (config.learning_rate - config.min_lr)
+
+
+def make_optimizer(model, config):
+    matrices = [p for p in model.parameters() if p.dim() >= 2]
+    vectors = [p for p in model.parameters() if p.dim() < 2]
+    groups = [{"params": matrices, "weight_decay": config.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
+    betas = (config.beta1, config.beta2)
+    groups = [g for g in groups if g["params"]]
+    return torch.optim.AdamW(groups, config.learning_rate, betas, fused=config.device != "mps")
+
+
+def digest(value, sha=None):
+    """sha256 of nested dicts, lists, tensors and plain values: what a file says, whatever it looks like on disk."""
+    top = sha is None
+    sha = hashlib.sha256() if top else sha
+    if isinstance(value, dict):
+        for k in sorted(value, key=repr):
+            sha.update(repr(k).encode())
+            digest(value[k], sha)
+    elif isinstance(value, list | tuple):
+        sha.update(b"[%d" % len(value))
+        for v in value:
+            digest(v, sha)
+    elif torch.is_tensor(value):
+        sha.update(repr((value.dtype, tuple(value.shape))).encode())
+        sha.update(value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy())
+    else:
+        sha.update(repr(value).encode())
+    return sha.hexdigest() if top else None
+
+
+def save_state(folder, state):
+    """state.pt, from which a run resumes to the bit, and log.jsonl up to the same step."""
+    with whole_file(folder / "state.pt", "wb") as f:
+        torch.save(state | {"digest": digest(state)}, f)
+    write_log(folder, state["rows"])
+
+
+def load_state(folder, record):
+    """The saved state of this very run, or None with a line that says why it starts from its beginning."""
+    path = folder / "state.pt"
+    if not path.exists():
+        return None
+    try:
+        state = torch.load(path, map_location="cpu", weights_only=True)
+        if state.pop("digest") != digest(state):
+            raise ValueError("its contents are not what was saved")
+        if differences(state["record"], record):
+            raise ValueError("it belongs to another config, data or source")
+        return state
+    except Exception as e:  # a damaged file can raise anything in its reader
+        say(f"{path} can't be resumed ({' '.join(str(e).split())[:200]}): this run starts from its beginning")
+        return None
+
+
+def write_log(folder, rows):
+    with whole_file(folder / "log.jsonl") as f:
+        f.writelines(json.dumps(row) + "\n" for row in rows)
+
+
+def train_run(config, arm, seed, data, record, folder, bar):
+    """Train one run, or the rest of it, and save it -> the last row of its log."""
+    rank, processes = RANK, PROCESSES
+    kind, T = config.device, config.block_size
+    device = torch.device(kind, torch.cuda.current_device()) if kind == "cuda" else torch.device(kind)
+    share = config.batch_size // processes  # sequences a step of this process
+    micro = config.micro_batch_size or share
+    gpt_config = model_config(config, arm, config.vocab_size)
+    if config.init_from == "scratch":
+        raw = GPT(gpt_config, seed)
+    else:
+        try:
+            raw = GPT.from_pretrained(config.init_from, seed, **vars(gpt_config))
+        except ValueError as e:
+            raise UserError(f"init_from: {e}") from None
+    raw.to(device)
+    optimizer = make_optimizer(raw, config)
+    step, rows = 0, []
+    if (state := load_state(folder, record)) is not None:
+        raw.load_state_dict(state["model"])
+        optimizer.load_state_dict(state["optimizer"])
+        step, rows = state["step"], state["rows"]
+        say(f"{arm} seed{seed}: resumes at step {step}")
+    model = torch.compile(raw) if config.compile else raw
+    path_model = model  # the training path, for the audit
+    if dist.is_initialized():
+        ids = [device.index] if kind == "cuda" else None
+        model = torch.nn.parallel.DistributedDataParallel(model, device_ids=ids, broadcast_buffers=False)
+    autocast = torch.autocast(kind, torch.bfloat16, enabled=config.dtype == "bfloat16")
+    log = wandb_run(config, arm, seed, record, rows) if config.wandb_log and rank == 0 else None
+
+    def validate():  # -> (n,) float64, the loss of each window
+        losses = window_losses(raw, data["windows"], rank, processes)
+        if processes > 1:
+            losses = losses.to(device)
+            dist.all_reduce(losses)
+        return losses.cpu()
+
+    raw.train()
+    bar.reset(config.max_iters)
+    bar.update(step)
+    bar.set_description(f"{arm} seed{seed}")
+    status, seconds, tokens, pace = "finished", 0.0, 0, ""
+    while step < config.max_iters:
+        row = {"iter": step}
+        if step % config.eval_interval == 0:
+            row["val_loss"] = float(validate().mean())
+            plain(f"{arm} seed{seed} step {step}/{config.max_iters}: val {row['val_loss']:.4f}{pace}")
+        start = time.perf_counter()
+        for group in optimizer.param_groups:
+            group["lr"] = learning_rate(config, step)
+        w = batch(data["train"], seed, step, config.batch_size, T)[rank * share : (rank + 1) * share]  # (share, T + 1)
+        total = torch.zeros(2, device=device)  # loss, and whether this process was told to stop
+        for m, part in enumerate(w.to(device).split(micro)):
+            if config.dropout:
+                torch.manual_seed(hash_seed(seed, "dropout", step, m, rank))
+            last = (m + 1) * micro == share
+            # gradients travel with the last micro-batch only; the switch must span forward and backward
+            with model.no_sync() if processes > 1 and not last else contextlib.nullcontext():
+                with autocast:
+                    _, loss = model(part[:, :-1], part[:, 1:])
+                (loss * (micro / share)).backward()
+            total[0] += loss.detach() * (micro / share)
+        total[1] = float(STOP["signal"])
+        if processes > 1:
+            dist.all_reduce(total)
+            total[0] /= processes
+        norm = torch.nn.utils.clip_grad_norm_(raw.parameters(), config.grad_clip or math.inf)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        loss, stop = total.tolist()
+        seconds += time.perf_counter() - start
+        tokens += config.batch_size * T
+        if not math.isfinite(loss):
+            status = "diverged"
+        if step % config.log_interval == 0 or status == "diverged":
+            row |= {"loss": loss if math.isfinite(loss) else None, "lr": group["lr"]}
+            row |= {"grad_norm": float(norm) if math.isfinite(norm) else None, "tokens_per_second": tokens / seconds}
+            left = seconds / (tokens / (config.batch_size * T)) * (config.max_iters - step)
+            pace = f", loss {loss:.4f}, {row['tokens_per_second']:,.0f} tokens/s"
+            bar.set_postfix_str(pace[2:], refresh=False)
+            pace += f", {left:.0f} s left"
+            seconds, tokens = 0.0, 0
+        if len(row) > 1:
+            rows.append(row)
+            if log:
+                log.log(row)
+        step += 1
+        bar.update()
+        if status == "diverged":
+            break
+        if stop or step % config.checkpoint_interval == 0 and step < config.max_iters:
+            if rank == 0:
+                state = {"model": raw.state_dict(), "optimizer": optimizer.state_dict()}
+                save_state(folder, state | {"step": step, "rows": rows, "record": record})
+            if stop:
+                say(f"{arm} seed{seed}: stopped and saved at step {step}; the same command resumes it")
+                if log:
+                    log.finish()
+                raise Stopped
+
+    losses = validate()
+    if not bool(losses.isfinite().all()):
+        status = "diverged"
+    final = {"iter": step, "val_loss": float(losses.mean()) if status == "finished" else None}
+    rows.append(final)
+    if rank == 0:
+        if config.dropout:
+            raw.eval()
+        fixed = batch(data["train"], seed, config.max_iters, config.batch_size, T)[:micro]  # (micro, T + 1)
+        with torch.no_grad(), autocast:
+            path_loss = float(path_model(fixed[:, :-1].to(device), fixed[:, 1:].to(device))[1])
+        chip = torch.cuda.get_device_name() if kind == "cuda" else platform.processor() or platform.machine()
+        final |= {
+            "status": status,
+            "training_path_loss": path_loss if math.isfinite(path_loss) else None,
+            **record,
+            "processes": processes,
+            "threads": torch.get_num_threads(),
+            "torch": str(torch.__version__),
+            "device_name": chip,
+            "window_losses": losses.tolist() if status == "finished" else None,
+        }
+        ckpt = {k: v for k, v in final.items() if k not in ("iter", "val_loss")}
+        ckpt |= {"step": step, "val_history": [[r["iter"], r["val_loss"]] for r in rows if "val_loss" in r]}
+        ckpt |= {"window_losses": losses, "training_path_batch": fixed.int(), "model": raw.state_dict()}
+        finish(folder, rows, ckpt)
+        if log:
+            log.log({k: final[k] for k in ("iter", "val_loss")})
+            log.finish()
+    return final
+
+
+def finish(folder, rows, ckpt):
+    """Write the files of a finished run. ckpt.pt is the last: where it is, all is."""
+    try:
+        if (folder / "ckpt.pt").exists():
+            raise FileExistsError
+        write_log(folder, rows)
+        with whole_file(folder / "ckpt.pt", "wb", replace=False) as f:
+            torch.save(ckpt, f)
+    except FileExistsError:
+        say(f"{folder}: another process has finished this run, its files stay; do locks work on this disk?")
+    for rest in (folder / "state.pt", folder / "lock", *folder.glob("*.tmp")):
+        rest.unlink(missing_ok=True)
+
+
+def wandb_run(config, arm, seed, record, rows):
+    """A run on wandb that holds each step once: after a resume a new one begins with the rows that count."""
+    import wandb
+
+    name = f"{Path(config.out_dir).name}/{arm}/seed{seed}"
+    log = wandb.init(project=config.wandb_project, name=name, config=record, reinit="finish_previous")
+    log.define_metric("*", step_metric="iter")
+    for row in rows:
+        log.log(row)
+    return log
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# the experiment
+
+RANK, PROCESSES = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+TERMINAL = sys.stderr.isatty()
+STOP = {"signal": 0}
+
+
+class Stopped(Exception):
+    """A signal came, and the state is saved."""
+
+
+def say(text):
+    if RANK == 0:
+        tqdm.write(text)
+        sys.stdout.flush()
+
+
+def plain(text):
+    """Progress for where there is no terminal to draw a bar on."""
+    if not TERMINAL:
+        say(text)
+
+
+def on_signal(number, frame):
+    """The first signal lets the step finish; the second ends the process as if there were no handler."""
+    STOP["signal"] = number
+    signal.signal(number, signal.SIG_DFL)
+
+
+def agreed(value):
+    """rank 0's value, on every rank."""
+    values = [value]
+    if PROCESSES > 1:
+        dist.broadcast_object_list(values)
+    return values[0]
+
+
+def prepare_machine(config):
+    """Resolve what is `auto`, and set up devices, processes and determinism."""
+    if config.device == "auto":
+        config.device = "cuda" if torch.cuda.is_available() else "cpu"
+    if not {"cpu": True, "cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available()}[config.device]:
+        raise UserError(f"device={config.device}: there is none on this machine")
+    if config.dtype == "auto":
+        config.dtype = "bfloat16" if config.device == "cuda" else "float32"
+    if config.compile == "auto":
+        config.compile = config.device == "cuda"
+    share = config.batch_size // PROCESSES
+    if config.batch_size % PROCESSES:
+        raise UserError(f"batch_size={config.batch_size} sequences can't be divided among {PROCESSES} processes")
+    if config.micro_batch_size is not None and (config.micro_batch_size < 1 or share % config.micro_batch_size):
+        raise UserError(
+            f"micro_batch_size={config.micro_batch_size} does not divide the {share} sequences that each of"
+            f" {PROCESSES} processes takes of batch_size={config.batch_size}"
+        )
+    if config.device == "cuda":
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
+    if "RANK" in os.environ:
+        dist.init_process_group("nccl" if config.device == "cuda" else "gloo")
+    torch.use_deterministic_algorithms(config.deterministic)
+    torch.utils.deterministic.fill_uninitialized_memory = False  # a debugging aid that costs time
+
+
+def open_data(config):
+    """The tokens, validation windows and references of the experiment, checked by rank 0."""
+    folder = Path("data") / config.dataset
+    train, val, meta = prepare.load(folder, config.vocab_size, check=RANK == 0)
+    config.vocab_size = config.vocab_size or meta["vocab_size"]
+    if len(train) <= config.block_size:
+        raise UserError(f"{folder} has {len(train)} training tokens, too few for block_size={config.block_size}")
+    windows = prepare.windows(val, config.block_size, config.eval_tokens)
+    record = {"dataset": config.dataset, "windows": len(windows)}
+    record["dropped_targets"] = len(val) - 1 - windows.shape[0] * config.block_size
+    data = {"train": train, "windows": windows}
+    if RANK == 0:
+        record |= {f"{split}_sha256": meta["sha256"][split] for split in ("train", "val")}
+        data["references"] = prepare.reference_losses(train, windows, config.vocab_size)
+        for contrast in config.contrasts:
+            if contrast[1] == "bigram" and data["references"]["bigram"] is None:
+                raise UserError(f"contrast {contrast}: bigram counts need a vocabulary of at most 1,024 tokens")
+    data["record"] = record
+    return data
+
+
+def main(argv):
+    known = {k: v for k, v in TYPES.items() if k != "contrasts"}
+    known |= {"arms": str, "seeds": str, "amend": str, "help": bool}
+    configs, flags = prepare.parse(argv, known)
+    if flags.pop("help", False):
+        print(__doc__.strip())
+        return
+    if len(configs) != 1:
+        raise UserError("name one config: python train.py config/NAME.py [--key=value ...]")
+    chosen = [flags.pop(name, None) for name in ("arms", "seeds", "amend")]
+    config = read_config(configs[0], flags)
+    arms, seeds = narrow(config, *chosen[:2])
+    prepare_machine(config)
+    data = open_data(config)
+    out = Path(config.out_dir)
+    plan = agreed(bind_plan(out, make_plan(config, data), chosen[2]) if RANK == 0 else None)
+    references = ", ".join(f"{k} {v:.4f}" for k, v in plan["references"].items() if v is not None)
+    say(f"{out}: {len(arms)} arms x {len(seeds)} seeds on {config.device} in {config.dtype}; nats: {references}")
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, on_signal)
+
+    runs = [(arm, seed) for seed in seeds for arm in arms]
+    experiment = tqdm(total=len(runs), unit="run", desc=out.name, disable=not TERMINAL or RANK > 0)
+    bar = tqdm(total=config.max_iters, unit="step", leave=False, disable=not TERMINAL or RANK > 0)
+    taken = True
+    while taken:  # until a whole pass finds nothing: the run of a process that died is taken over
+        taken = False
+        for arm, seed in runs:
+            folder = out / arm / f"seed{seed}"
+            with contextlib.ExitStack() as held:
+                mine = False
+                if RANK == 0 and not (folder / "ckpt.pt").exists():
+                    folder.mkdir(parents=True, exist_ok=True)
+                    mine = held.enter_context(locked(folder / "lock")) and not (folder / "ckpt.pt").exists()
+                if not agreed(mine):
+                    continue
+                taken = True
+                record = {"arm": arm, "seed": seed, "config": plan["config"] | plan["arms"][arm]}
+                record |= {k: plan[k] for k in ("data", "source", "commit")}
+                last = train_run(config, arm, seed, data, record, folder, bar)
+                loss = "diverged" if last["val_loss"] is None else f"{last['val_loss']:.4f} nats"
+                say(f"{arm} seed{seed}: {loss} after {last['iter']} steps")
+            experiment.n = sum((out / a / f"seed{s}" / "ckpt.pt").exists() for a, s in runs)
+            experiment.refresh()
+    bar.close()
+    experiment.close()
+    left = sum(not (out / a / f"seed{s}" / "ckpt.pt").exists() for a, s in runs)
+    say(f"{len(runs) - left} of {len(runs)} runs are finished" + (f", {left} are with other processes" if left else ""))
+    say(f"next: python analyze.py runs {out}")
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def stoppable(argv):
+    try:
+        main(argv)
+    except Stopped:
+        sys.exit(128 + (STOP["signal"] or signal.SIGTERM))
+
+
+if __name__ == "__main__":
+    prepare.cli(stoppable)
