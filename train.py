@@ -1,13 +1,15 @@
 """
 One config -> every run of the experiment.
 
-    python train.py config/NAME.py [--key=value ...] [--arms=A,B] [--seeds=0-3]
+    python train.py config/NAME.py [--key=value ...] [--arms=A,B] [--seeds=0-3] [--plan] [--amend="reason"]
     torchrun --standalone --nproc_per_node=N train.py config/NAME.py ...
 
 A config is plain Python assignments of the names in Config below. A run is arm x seed and lives in
 out/EXPERIMENT/ARM/seedK/; seeds are the outer loop, so an interrupted experiment holds complete pairs. Finished runs
 are skipped, unfinished ones resume. Start the command several times (one process a core or GPU, an array of jobs) and
-the processes share the runs among them through file locks.
+the processes share the runs among them through file locks. --arms and --seeds narrow one invocation; --plan writes
+plan.json, which binds the experiment, and stops; --amend lets a changed config, source or data go on, and says so in
+every report.
 
 Two arms with one seed differ by the arm and by nothing else: the same initial weights to the bit, and at step s the
 same batch, which is a function of (seed, s) alone.
@@ -596,20 +598,23 @@ def open_data(config):
 
 def main(argv):
     known = {k: v for k, v in TYPES.items() if k != "contrasts"}
-    known |= {"arms": str, "seeds": str, "amend": str, "help": bool}
+    known |= {"arms": str, "seeds": str, "amend": str, "plan": bool, "help": bool}
     configs, flags = prepare.parse(argv, known)
     if flags.pop("help", False):
         print(__doc__.strip())
         return
     if len(configs) != 1:
         raise UserError("name one config: python train.py config/NAME.py [--key=value ...]")
-    chosen = [flags.pop(name, None) for name in ("arms", "seeds", "amend")]
+    arms, seeds, amend, plan_only = (flags.pop(name, None) for name in ("arms", "seeds", "amend", "plan"))
     config = read_config(configs[0], flags)
-    arms, seeds = narrow(config, *chosen[:2])
+    arms, seeds = narrow(config, arms, seeds)
     prepare_machine(config)
     data = open_data(config)
     out = Path(config.out_dir)
-    plan = agreed(bind_plan(out, make_plan(config, data), chosen[2]) if RANK == 0 else None)
+    plan = agreed(bind_plan(out, make_plan(config, data), amend) if RANK == 0 else None)
+    if plan_only:
+        say(f"{out}/plan.json is written, nothing is trained")
+        return
     references = ", ".join(f"{k} {v:.4f}" for k, v in plan["references"].items() if v is not None)
     say(f"{out}: {len(arms)} arms x {len(seeds)} seeds on {config.device} in {config.dtype}; nats: {references}")
     for number in (signal.SIGINT, signal.SIGTERM):

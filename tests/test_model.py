@@ -1,0 +1,346 @@
+"""model.py against transformers, against slow loops in float64, and against what each flag promises."""
+
+import dataclasses
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from model import GPT, GPTConfig, remove_direction, stream, window_losses
+
+TINY = {"block_size": 12, "vocab_size": 17, "n_layer": 2, "n_head": 4, "n_embd": 32}
+ARMS = {
+    "plain": {},
+    "attn_only": {"ffn_residual": False},
+    "ffn_only": {"attn_residual": False},
+    "no_residual": {"attn_residual": False, "ffn_residual": False},
+    "gains": {"attn_gain": 0.5, "ffn_gain": 2.0},
+    "self": {"removal": "self"},
+    "fixed": {"removal": "fixed"},
+    "rotated": {"removal": "rotated"},
+    "previous": {"removal": "previous"},
+    "no_routing": {"routing": False},
+    "no_routing_fixed": {"routing": False, "removal": "fixed"},
+    "self_bias": {"self_bias": 4.0},
+    "dropout": {"dropout": 0.1},
+}
+
+
+def gpt(seed=0, **flags):
+    return GPT(GPTConfig(**(TINY | flags)), seed).eval()
+
+
+def lively(model, scale=8.0):
+    """Larger matrices: at 0.02 attention is nearly uniform, and a fault in it would not show."""
+    with torch.no_grad():
+        for p in model.parameters():
+            if p.dim() > 1:
+                p.mul_(scale)
+    return model
+
+
+def tokens(batch=3, length=12, vocab=17, seed=0):
+    return torch.randint(vocab, (batch, length), generator=torch.Generator().manual_seed(seed))
+
+
+def heads_of(model, idx):
+    """{layer: (y before removal, v, head outputs as the projection gets them)}"""
+    seen = {}
+
+    def tap(layer, y, v):
+        seen[layer] = [y, v]
+        return y
+
+    hooks = [
+        block.attn.c_proj.register_forward_pre_hook(lambda m, x, i=i: seen[i].append(x[0]))
+        for i, block in enumerate(model.h)
+    ]
+    model.tap = tap
+    with torch.no_grad():
+        model(idx)
+    model.tap = None
+    for hook in hooks:
+        hook.remove()
+    B, T = idx.shape
+    return {i: (y, v, z.view(B, T, y.shape[1], -1).transpose(1, 2)) for i, (y, v, z) in seen.items()}
+
+
+@pytest.mark.parametrize("block_size", [32, 20])
+def test_plain_gpt_equals_transformers(tmp_path, block_size):
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    torch.manual_seed(0)
+    shape = {"vocab_size": 101, "n_positions": 32, "n_embd": 48, "n_layer": 3, "n_head": 4}
+    theirs = GPT2LMHeadModel(GPT2Config(**shape, initializer_range=0.2)).eval()
+    theirs.save_pretrained(tmp_path)
+    ours = GPT.from_pretrained(str(tmp_path), block_size=block_size).eval()
+    idx = tokens(2, block_size, 101)
+    with torch.no_grad():
+        expected = theirs(idx, labels=idx)
+        logits, loss = ours(idx[:, :-1], idx[:, 1:])
+    assert expected.logits.std() > 1  # a live model, where the wrong GELU would show
+    torch.testing.assert_close(logits, expected.logits[:, :-1], atol=1e-4, rtol=0)
+    assert float(loss) == pytest.approx(float(expected.loss), abs=1e-5)
+
+
+def test_pretrained_models_that_would_be_wrong_are_refused(tmp_path):
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    GPT2LMHeadModel(GPT2Config(n_embd=8, n_layer=1, n_head=2, activation_function="relu")).save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="activation_function=relu"):
+        GPT.from_pretrained(str(tmp_path))
+    with pytest.raises(ValueError, match="can't be read"):
+        GPT.from_pretrained(str(tmp_path / "nothing"))
+
+
+def slow_attention(q, k, v, self_bias=0.0, routing=True):
+    """Loops in float64. q (H, T, D), k, v (H_kv, T, D) -> (H, T, D)"""
+    H, T, D = q.shape
+    y = torch.zeros(H, T, D, dtype=torch.float64)
+    for h in range(H):
+        g = h // (H // k.shape[0])
+        for i in range(T):
+            seen = range(i + 1) if routing else [i]
+            scores = [float(q[h, i].double() @ k[g, j].double()) / math.sqrt(D) + self_bias * (i == j) for j in seen]
+            weights = [math.exp(s - max(scores)) for s in scores]
+            y[h, i] = sum(w / sum(weights) * v[g, j].double() for w, j in zip(weights, seen, strict=True))
+    return y
+
+
+@pytest.mark.parametrize("flags", [{}, {"n_kv_head": 2}, {"n_kv_head": 1}, {"self_bias": 1.5}, {"routing": False}])
+def test_attention_against_a_slow_loop(flags):
+    model = lively(gpt(**flags))
+    idx = tokens(1)
+    inputs = {}
+    model.h[0].attn.register_forward_pre_hook(lambda m, x: inputs.update(x=x[0]))
+    y, v, _ = heads_of(model, idx)[0]
+    a = model.h[0].attn
+    with torch.no_grad():
+        q, k, v2 = a.c_attn(inputs["x"])[0].split(a.widths, -1)  # (T, C) each
+    H, D, G = 4, 8, a.n_kv_head
+    q, k, v2 = (t.view(12, n, D).transpose(0, 1) for t, n in ((q, H), (k, G), (v2, G)))
+    assert torch.equal(v[0], v2)
+    slow = slow_attention(q, k, v2, flags.get("self_bias", 0.0), flags.get("routing", True))
+    torch.testing.assert_close(y[0].double(), slow, atol=1e-5, rtol=0)
+
+
+def test_remove_direction():
+    g = stream("test")
+    y, d = torch.randn(5, 7, 16, generator=g), torch.randn(5, 7, 16, generator=g)
+    z = remove_direction(y, d)
+    unit = d.double() / d.double().norm(dim=-1, keepdim=True)
+    slow = y.double() - (y.double() * unit).sum(-1, keepdim=True) * unit
+    torch.testing.assert_close(z.double(), slow, atol=1e-6, rtol=0)
+    assert F.cosine_similarity(z, d, dim=-1).abs().max() < 1e-5
+    assert torch.equal(remove_direction(y, torch.zeros_like(d)), y)
+    y.requires_grad_(), d.requires_grad_()
+    remove_direction(y, d * torch.tensor([0.0, 1.0] * 8)).sum().backward()
+    remove_direction(y, d * 0).sum().backward()
+    assert y.grad.isfinite().all() and d.grad.isfinite().all()
+    double = remove_direction(y.double(), d.double())
+    assert double.dtype == torch.float64 and F.cosine_similarity(double, d.double(), dim=-1).abs().max() < 1e-14
+
+
+def test_remove_direction_stays_in_float32_under_autocast():
+    g = stream("test")
+    y, d = torch.randn(64, 64, generator=g), torch.randn(64, 64, generator=g)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.equal(remove_direction(y, d), remove_direction(y, d.clone()))
+        z = remove_direction(y, d)
+        low = remove_direction(y.bfloat16(), d.bfloat16())
+    assert z.dtype == torch.float32 and F.cosine_similarity(z, d, dim=-1).abs().max() < 1e-5
+    # a bfloat16 output is rounded to 8 bits, so a cosine up to 2**-8 is what its storage leaves
+    assert low.dtype == torch.bfloat16
+    assert F.cosine_similarity(low.double(), d.bfloat16().double(), dim=-1).abs().max() < 2**-8
+
+
+@pytest.mark.parametrize("n_kv_head", [None, 2])
+@pytest.mark.parametrize("removal", ["self", "fixed", "rotated", "previous"])
+def test_a_removal_leaves_the_output_orthogonal_to_its_direction(removal, n_kv_head):
+    model = lively(gpt(removal=removal, n_kv_head=n_kv_head))
+    for layer, (y, v, z) in heads_of(model, tokens()).items():
+        attn = model.h[layer].attn
+        B, H, T, D = y.shape
+        d = torch.zeros(B, H, T, D)
+        for h in range(H):
+            own = v[:, h // (H // v.shape[1])]  # (B, T, D)
+            for t in range(T):
+                if removal == "self":
+                    d[:, h, t] = own[:, t]
+                elif removal == "fixed":
+                    d[:, h, t] = attn.directions[h]
+                elif removal == "rotated":
+                    d[:, h, t] = torch.stack([row @ attn.rotations[h] for row in own[:, t]])
+                elif t > 0:
+                    d[:, h, t] = own[:, t - 1]
+        first = 1 if removal in ("self", "previous") else 0  # position 0: own value is all of y, or no previous
+        assert F.cosine_similarity(z[:, :, first:], d[:, :, first:], dim=-1).abs().max() < 1e-5
+        assert (z - y).abs().max() > 1e-3
+        slow = y.double() - (y * d).double().sum(-1, keepdim=True) * d / (d.double() ** 2).sum(-1, keepdim=True)
+        torch.testing.assert_close(z[:, :, first:].double(), slow[:, :, first:], atol=1e-5, rtol=0)
+        if removal == "previous":
+            assert torch.equal(z[:, :, 0], y[:, :, 0])
+        if removal == "self":
+            assert z[:, :, 0].abs().max() < 1e-6  # y = v there
+
+
+def test_rotations_are_rotations():
+    for block in gpt(removal="rotated").h:
+        r = block.attn.rotations.double()
+        torch.testing.assert_close(r @ r.mT, torch.eye(8, dtype=torch.float64).expand(4, 8, 8), atol=1e-6, rtol=0)
+        torch.testing.assert_close(torch.linalg.det(r), torch.ones(4, dtype=torch.float64), atol=1e-6, rtol=0)
+
+
+@pytest.mark.parametrize("seed", [0, 1, 1337])
+def test_controls_are_unrelated_to_every_initial_tensor(seed):
+    """A generator seeded with the seed itself would replay the first tensor's draws as 'arbitrary' directions."""
+    shape = TINY | {"n_head": 2, "n_embd": 64}
+    controls = [b.attn.directions.flatten() for b in GPT(GPTConfig(**shape, removal="fixed"), seed).h]
+    rotated = GPT(GPTConfig(**shape, removal="rotated"), seed)
+    controls += [b.attn.rotations.flatten()[:512] for b in rotated.h]
+    plain = torch.randn(4096, generator=torch.Generator().manual_seed(seed))
+    draws = [p.detach().flatten() for p in rotated.parameters() if p.dim() > 1] + [plain]
+    for i, c in enumerate(controls):
+        for other in draws + controls[:i]:
+            n = min(len(c), len(other))
+            r = torch.corrcoef(torch.stack([c[:n], other[:n]]))[0, 1]
+            assert abs(r) < 4.5 / math.sqrt(n)  # 4.5 standard errors of a correlation of unrelated numbers
+
+
+def test_all_arms_start_from_the_same_bits():
+    plain = gpt(seed=3).state_dict()
+    assert not torch.equal(gpt(seed=4).wte.weight, plain["wte.weight"])
+    for flags in ARMS.values():
+        other = gpt(seed=3, **flags).state_dict()
+        extra = {"directions", "rotations"}
+        assert {k for k in other if k.split(".")[-1] not in extra} == set(plain)
+        assert all(torch.equal(other[k], plain[k]) for k in plain)
+
+
+def test_initial_values_have_the_scale_of_gpt2():
+    model = GPT(GPTConfig(block_size=64, vocab_size=256, n_layer=8, n_head=4, n_embd=128), 0)
+    for name, p in model.named_parameters():
+        if p.dim() < 2:
+            assert torch.equal(p, torch.zeros_like(p) if name.endswith("bias") else torch.ones_like(p))
+        else:
+            expected = 0.02 / 4 if name.endswith("c_proj.weight") else 0.02  # sqrt(2 * 8) = 4
+            assert float(p.detach().std()) == pytest.approx(expected, rel=0.05)
+
+
+@pytest.mark.parametrize("arm", ARMS)
+def test_causality(arm):
+    model = lively(gpt(**ARMS[arm]), 4.0)
+    idx = tokens(1)
+    changed = idx.clone()
+    changed[0, 7] = (idx[0, 7] + 1) % 17
+    with torch.no_grad():
+        a, b = model(idx)[0], model(changed)[0]
+    assert torch.equal(a[0, :7], b[0, :7])
+    assert not torch.equal(a[0, 7:], b[0, 7:])
+    later = [not torch.equal(a[0, t], b[0, t]) for t in range(8, 12)]
+    assert any(later) == ARMS[arm].get("routing", True)  # with routing off nothing crosses positions
+
+
+def test_without_routing_no_other_token_matters():
+    model = lively(gpt(routing=False), 4.0)
+    idx = tokens(1)
+    for t in range(12):
+        others = tokens(1, seed=1)
+        others[0, t] = idx[0, t]
+        with torch.no_grad():
+            assert torch.equal(model(idx)[0][0, t], model(others)[0][0, t])
+
+
+@pytest.mark.parametrize("attn_residual", [True, False])
+@pytest.mark.parametrize("ffn_residual", [True, False])
+def test_residuals_and_gains(attn_residual, ffn_residual):
+    model = lively(gpt(attn_residual=attn_residual, ffn_residual=ffn_residual, attn_gain=0.3, ffn_gain=1.7))
+    block = model.h[0]
+    x = torch.randn(2, 12, 32, generator=stream("x"))
+    with torch.no_grad():
+        middle = attn_residual * x + 0.3 * block.attn(block.ln_1(x), None, None)
+        expected = ffn_residual * middle + 1.7 * block.mlp(block.ln_2(middle))
+        torch.testing.assert_close(block(x, None, None), expected, atol=1e-5, rtol=0)
+
+
+def test_tap():
+    model = lively(gpt())
+    idx = tokens()
+    with torch.no_grad():
+        plain = model(idx)[0]
+        layers = []
+        model.tap = lambda layer, y, v: (layers.append(layer), y)[1]
+        assert torch.equal(model(idx)[0], plain) and layers == [0, 1]
+        model.tap = lambda layer, y, v: y * 0 if layer == 1 else y
+        assert not torch.equal(model(idx)[0], plain)
+        # what the tap returns goes through the model's own removal
+        model = lively(gpt(removal="self"))
+        plain = model(idx)[0]
+        model.tap = lambda layer, y, v: y + 5 * v
+        torch.testing.assert_close(model(idx)[0], plain, atol=1e-3, rtol=1e-4)
+
+
+def test_losses():
+    model = lively(gpt(), 4.0)
+    idx = tokens(5, 13)
+    with torch.no_grad():
+        logits, loss = model(idx[:, :-1], idx[:, 1:])
+        none, each = model(idx[:, :-1], idx[:, 1:], per_token=True)
+    assert none is None and each.shape == (5, 12)
+    p = logits.double().softmax(-1)
+    slow = [[-math.log(float(p[b, t, idx[b, t + 1]])) for t in range(12)] for b in range(5)]
+    torch.testing.assert_close(each.double(), torch.tensor(slow, dtype=torch.float64), atol=1e-5, rtol=0)
+    assert float(loss) == pytest.approx(sum(map(sum, slow)) / 60, abs=1e-5)
+    whole = window_losses(model, idx)
+    torch.testing.assert_close(whole, torch.tensor(slow, dtype=torch.float64).mean(1), atol=1e-6, rtol=0)
+
+
+def test_window_losses_do_not_depend_on_ranks_mode_or_autocast():
+    model = lively(gpt(dropout=0.5), 4.0).train()
+    windows = tokens(3000, 13, seed=5)  # several batches
+    whole = window_losses(model, windows)
+    assert model.training
+    parts = [window_losses(model, windows, rank, 3) for rank in range(3)]
+    assert torch.equal(sum(parts), whole) and all((p == 0).any() for p in parts)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.equal(window_losses(model, windows.numpy().astype("uint16")), whole)
+
+
+def test_generate():
+    model = lively(gpt(), 4.0)
+    idx = tokens(2, 3)
+    greedy = model.generate(idx, 15, top_k=1)
+    expected = idx
+    for _ in range(15):  # longer than block_size, so the window slides
+        with torch.no_grad():
+            expected = torch.cat([expected, model(expected[:, -12:])[0][:, -1:].argmax(-1)], 1)
+    assert torch.equal(greedy, expected)
+    sample = [model.generate(idx, 5, generator=torch.Generator().manual_seed(0)) for _ in range(2)]
+    assert torch.equal(*sample)
+
+
+@pytest.mark.parametrize(
+    "flags, message",
+    [
+        ({"n_embd": 30}, "n_embd=30 is not divisible by n_head=4"),
+        ({"n_kv_head": 3}, "n_head=4 is not divisible by n_kv_head=3"),
+        ({"removal": "selff"}, "must be one of none, self, fixed, rotated, previous"),
+        ({"removal": "self", "routing": False}, "would be zero"),
+        ({"removal": "previous", "routing": False}, "route across positions again"),
+        ({"attn_gain": math.nan}, "must be finite"),
+        ({"n_layer": 0}, "at least 1"),
+        ({"dropout": 1.0}, "must lie in"),
+    ],
+)
+def test_impossible_configs(flags, message):
+    with pytest.raises(ValueError, match=message):
+        GPTConfig(**(TINY | flags))
+
+
+def test_defaults_are_gpt2_and_the_config_is_plain_data():
+    assert dataclasses.asdict(GPTConfig()) == {
+        "block_size": 1024, "vocab_size": 50304, "n_layer": 12, "n_head": 12, "n_embd": 768, "n_kv_head": None,
+        "dropout": 0.0, "bias": True, "attn_residual": True, "ffn_residual": True, "attn_gain": 1.0, "ffn_gain": 1.0,
+        "removal": "none", "routing": True, "self_bias": 0.0,
+    }  # fmt: skip
