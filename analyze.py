@@ -243,7 +243,7 @@ def audit(out, runs, previous):
         name = f"{arm}/seed{seed}"
         path = out / arm / f"seed{seed}" / "ckpt.pt"
         ckpt = load_checkpoint(path)
-        c, problems = ckpt["config"], []
+        c = ckpt["config"]
         key = (c["dataset"], c["block_size"], c["eval_tokens"])
         if key not in cache:
             _, val, meta = prepare.load(Path("data") / c["dataset"], c["vocab_size"])
@@ -252,20 +252,22 @@ def audit(out, runs, previous):
         if sha != ckpt["data"]["val_sha256"]:
             raise UserError(f"data/{c['dataset']}/val.bin is not the text of {name}: prepare it as it was then")
         model = build(ckpt).to(device)
+        run = runs[arm, seed] or ckpt
+        problems = [f"ckpt.pt and log.jsonl differ in {line}" for line in prepare.differences(run, ckpt)]
         if ckpt["status"] == "finished":
             saved = ckpt["window_losses"].numpy()
-            diff = np.abs(window_losses(model, windows).numpy() - saved).max()
-            worst = max(worst, float(diff))
+            if list(saved) != list(run["window_losses"]):
+                problems.append("ckpt.pt and log.jsonl hold different losses")
+            diff = float(np.abs(window_losses(model, windows).numpy() - saved).max())
+            worst = max(worst, diff)
             if not diff <= WINDOW_TOLERANCE:
-                problems.append(f"a window's loss by {diff:.2g}")
-            if runs[arm, seed] and np.abs(saved - np.array(runs[arm, seed]["window_losses"])).max() > 0:
-                problems.append("log.jsonl and ckpt.pt hold different losses")
-            w = ckpt["training_path_batch"].long().to(device)
+                problems.append(f"a window's loss by {diff:.2g} nats")
+            w = ckpt["training_path_batch"].long().to(device)  # (micro_batch_size, T + 1)
             with torch.no_grad(), torch.autocast(device, torch.bfloat16, enabled=c["dtype"] == "bfloat16"):
                 diff = abs(float(model(w[:, :-1], w[:, 1:])[1]) - ckpt["training_path_loss"])
             worst_path = max(worst_path, diff)
             if not diff <= PATH_TOLERANCE[c["dtype"]]:
-                problems.append(f"the training path's loss by {diff:.2g}")
+                problems.append(f"the training path's loss by {diff:.2g} nats")
         result["checked"] += 1
         if problems:
             result["failed"].append(name)
@@ -451,7 +453,9 @@ def figure_runs(path, report, plan, runs):
     for (arm, _), run in runs.items():
         history = [(i, v) for i, v in (run["val_history"] if run else ()) if v is not None]
         line = {k: styles[arm][k] for k in ("color", "linestyle")}
-        line["linewidth"] = max(1.2, 3.0 - 0.6 * arms.index(arm))  # an arm that covers another leaves its rim to be seen
+        line["linewidth"] = max(
+            1.2, 3.0 - 0.6 * arms.index(arm)
+        )  # an arm that covers another leaves its rim to be seen
         left.plot(*(zip(*history, strict=True) if history else ([], [])), **line)
     for i, arm in enumerate(arms):
         left.plot([], [], color=styles[arm]["color"], linestyle=styles[arm]["linestyle"], label=arm)

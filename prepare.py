@@ -121,6 +121,13 @@ def whole_file(path, mode="w", replace=True):
             f.flush()
             os.fsync(f.fileno())
         os.replace(tmp, path) if replace else os.link(tmp, path)
+    except FileExistsError:
+        raise
+    except (OSError, RuntimeError) as e:  # torch.save wraps the OSError of a full disk in a RuntimeError
+        cause = e if isinstance(e, OSError) else e.__context__
+        if not isinstance(cause, OSError):
+            raise
+        raise UserError(f"{path} can't be written ({cause.strerror}): what was there before is kept") from None
     finally:
         with contextlib.suppress(FileNotFoundError):
             os.unlink(tmp)

@@ -19,6 +19,7 @@ import ast
 import contextlib
 import dataclasses
 import fcntl
+import gc
 import hashlib
 import json
 import math
@@ -30,6 +31,7 @@ import subprocess
 import sys
 import time
 import typing
+import warnings
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -86,6 +88,9 @@ class Config(GPTConfig):
     compile: bool | str = "auto"  # auto: on cuda
     deterministic: bool = True  # same command, same machine, same bits
 
+    def __post_init__(self):
+        """The model's own check waits for each arm, as model_config builds it."""
+
 
 TYPES = typing.get_type_hints(Config)
 SHAPE = ("block_size", "vocab_size")  # an arm that changed these would be measured on other windows
@@ -123,11 +128,7 @@ def read_config(path, flags):
         if name not in TYPES:
             raise UserError(f"unknown name {name} in {path}{nearest(name, TYPES) or ': train.py lists the known ones'}")
         values[name] = typed(name, value, TYPES[name])
-    try:
-        config = Config(**{"vocab_size": 1, **values})  # the data's vocabulary is not known yet
-    except ValueError as e:
-        raise UserError(f"config {path}: {e}") from None
-    config.vocab_size = values.get("vocab_size")
+    config = Config(**values)
     config.seeds = list(config.seeds)
     config.contrasts = [list(c) for c in config.contrasts]
     config.out_dir = config.out_dir or str(Path("out") / Path(path).stem)
@@ -325,6 +326,8 @@ def digest(value, sha=None):
 
 def save_state(folder, state):
     """state.pt, from which a run resumes to the bit, and log.jsonl up to the same step."""
+    if (folder / "ckpt.pt").exists():
+        raise UserError(f"{folder} has a ckpt.pt already")
     with whole_file(folder / "state.pt", "wb") as f:
         torch.save(state | {"digest": digest(state)}, f)
     write_log(folder, state["rows"])
@@ -379,6 +382,7 @@ def train_run(config, arm, seed, data, record, folder, bar):
     path_model = model  # the training path, for the audit
     if dist.is_initialized():
         ids = [device.index] if kind == "cuda" else None
+        warnings.filterwarnings("ignore", "`broadcast_buffers` is deprecated")  # its new name is absent before 2.13
         model = torch.nn.parallel.DistributedDataParallel(model, device_ids=ids, broadcast_buffers=False)
     autocast = torch.autocast(kind, torch.bfloat16, enabled=config.dtype == "bfloat16")
     log = wandb_run(config, arm, seed, record, rows) if config.wandb_log and rank == 0 else None
@@ -486,15 +490,12 @@ def train_run(config, arm, seed, data, record, folder, bar):
 
 
 def finish(folder, rows, ckpt):
-    """Write the files of a finished run. ckpt.pt is the last: where it is, all is."""
-    try:
-        if (folder / "ckpt.pt").exists():
-            raise FileExistsError
-        write_log(folder, rows)
-        with whole_file(folder / "ckpt.pt", "wb", replace=False) as f:
-            torch.save(ckpt, f)
-    except FileExistsError:
-        say(f"{folder}: another process has finished this run, its files stay; do locks work on this disk?")
+    """Write the files of a finished run. ckpt.pt is the last: where it is, all is. Raises FileExistsError if it was."""
+    if (folder / "ckpt.pt").exists():
+        raise FileExistsError(folder / "ckpt.pt")
+    write_log(folder, rows)
+    with whole_file(folder / "ckpt.pt", "wb", replace=False) as f:
+        torch.save(ckpt, f)
     for rest in (folder / "state.pt", folder / "lock", *folder.glob("*.tmp")):
         rest.unlink(missing_ok=True)
 
@@ -636,9 +637,16 @@ def main(argv):
                 if not agreed(mine):
                     continue
                 taken = True
-                record = {"arm": arm, "seed": seed, "config": plan["config"] | plan["arms"][arm]}
+                binding = {k: v for k, v in plan["config"].items() if k not in prepare.NOT_BINDING}
+                record = {"arm": arm, "seed": seed, "config": binding | plan["arms"][arm]}
                 record |= {k: plan[k] for k in ("data", "source", "commit")}
-                last = train_run(config, arm, seed, data, record, folder, bar)
+                try:
+                    last = train_run(config, arm, seed, data, record, folder, bar)
+                except (UserError, FileExistsError):
+                    if not (folder / "ckpt.pt").exists():
+                        raise
+                    say(f"{folder}: another process has finished this run, its files stay; do locks work on this disk?")
+                    continue
                 loss = "diverged" if last["val_loss"] is None else f"{last['val_loss']:.4f} nats"
                 say(f"{arm} seed{seed}: {loss} after {last['iter']} steps")
             experiment.n = sum((out / a / f"seed{s}" / "ckpt.pt").exists() for a, s in runs)
@@ -649,6 +657,8 @@ def main(argv):
     say(f"{len(runs) - left} of {len(runs)} runs are finished" + (f", {left} are with other processes" if left else ""))
     say(f"next: python analyze.py runs {out}")
     if dist.is_initialized():
+        gc.collect()  # DDP's hooks are in cycles that would keep the process group, and its threads, until exit
+        dist.barrier()
         dist.destroy_process_group()
 
 

@@ -1,0 +1,423 @@
+"""Statistics against scipy, published examples and hand calculation; reports against experiments that were run."""
+
+import itertools
+import json
+import math
+import shutil
+from fractions import Fraction
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from scipy import stats
+
+import analyze
+import model
+import prepare
+import train
+from analyze import holm, paired, signflip, standard_errors
+from prepare import UserError
+
+# Student (1908), The probable error of a mean: hours of sleep gained under two drugs, ten patients
+SLEEP = ([0.7, -1.6, -0.2, -1.2, -0.1, 3.4, 3.7, 0.8, 0.0, 2.0], [1.9, 0.8, 1.1, 0.1, -0.1, 4.4, 5.5, 1.6, 4.6, 3.4])
+# Darwin (1876), cross- minus self-fertilised maize in eighths of an inch; worked in Fisher (1935), The Design of
+# Experiments, sections 16 to 21: t = 2.148 with 14 degrees of freedom, 1,726 of 32,768 sign patterns reach |314|
+DARWIN = [49, -67, 8, 16, 6, 23, 28, 41, 14, 29, 56, 24, 75, 60, -48]
+
+
+def test_paired_against_scipy_and_student():
+    a, b = SLEEP
+    r = paired(a, b)
+    test = stats.ttest_rel(a, b)
+    assert (r["n"], r["df"]) == (10, 9)
+    assert r["t"] == pytest.approx(test.statistic, rel=1e-12) and r["p"] == pytest.approx(test.pvalue, rel=1e-12)
+    # as R prints them: t.test(extra ~ group, data = sleep, paired = TRUE)
+    assert r["t"] == pytest.approx(-4.0621, abs=5e-5) and r["p"] == pytest.approx(0.002833, abs=5e-7)
+    assert r["mean"] == pytest.approx(-1.58) and r["ci95"] == pytest.approx([-2.4598858, -0.7001142], abs=5e-8)
+    half = stats.t.ppf(0.95, 9) * r["sd"] / math.sqrt(10)
+    assert r["ci90"] == pytest.approx([-1.58 - half, -1.58 + half])
+    assert r["dz"] == pytest.approx(-1.58 / r["sd"]) and r["ranges_overlap"] is True and r["reason"] is None
+
+
+def test_fisher_on_darwins_maize():
+    r = paired(DARWIN, 0)
+    assert r["t"] == pytest.approx(2.148, abs=5e-4) and r["p"] == pytest.approx(0.0497, abs=5e-5)
+    assert r["p_signflip"] == 1726 / 32768 and r["p_signflip_min"] == 2 / 32768
+
+
+@pytest.mark.parametrize("scale", [1, 1e-6, 1e6])
+def test_ties_count_at_every_scale(scale):
+    """R4: sums that are equal on paper differ in the last bit."""
+    tenths = [1, 2, 3, -1, -2, 3]
+    observed = abs(sum(tenths))
+    signs = itertools.product((1, -1), repeat=6)
+    hits = sum(abs(sum(s * x for s, x in zip(sign, tenths, strict=True))) >= observed for sign in signs)
+    assert Fraction(hits, 64) == Fraction(3, 8)
+    assert signflip(np.array(tenths) / 10 * scale)[0] == 0.375
+    assert paired([x / 10 * scale for x in tenths], 0)["p_signflip"] == 0.375
+
+
+def test_signflip_of_many_pairs_is_seeded_and_near_the_exact_one():
+    d = np.random.default_rng(1).normal(0.4, 1, 20)
+    exact = signflip(d)[0]
+    many = np.concatenate([d, [1e-15]])  # one more pair that decides nothing
+    p, least = signflip(many)
+    assert p == signflip(many)[0] and least == 1e-5
+    assert p == pytest.approx(exact, abs=4 * math.sqrt(exact * (1 - exact) / 1e5))
+
+
+def test_equal_differences_have_no_p():
+    """R1."""
+    a, b = [1.915, 1.904, 1.923, 1.911], [1.912, 1.901, 1.920, 1.908]
+    r = paired(a, b)
+    assert r["mean"] == pytest.approx(0.003) and r["sd"] == 0 and "equal up to rounding" in r["reason"]
+    assert all(r[k] is None for k in ("t", "p", "ci95", "ci90", "bca95", "dz", "mde80", "equivalent"))
+    assert r["p_signflip"] == 0.125
+    same = paired(a, a)
+    assert same["mean"] == 0 and same["p"] is None and same["p_signflip"] == 1
+    one = paired([1.5], [1.4])
+    assert one["n"] == 1 and one["mean"] == pytest.approx(0.1) and one["sd"] is None and "more seeds" in one["reason"]
+    two = paired([1.5, 1.7], [1.4, 1.5])
+    assert two["df"] == 1 and two["p"] == pytest.approx(stats.ttest_rel([1.5, 1.7], [1.4, 1.5]).pvalue)
+    assert two["p_pitman_morgan"] is None and two["bca95"] is None
+    for each in (r, same, one, two, paired([], [])):
+        json.dumps(each, allow_nan=False)
+
+
+@pytest.mark.parametrize("bad", [None, math.nan, math.inf, -math.inf])
+def test_a_missing_pair_voids_the_comparison(bad):
+    r = paired([1.0, bad, 3.0], [1.0, 2.0, 2.5])
+    assert r["n"] == 3 and r["reason"] == "1 of 3 pairs have a missing or non-finite value"
+    assert all(v is None for k, v in r.items() if k not in ("n", "reason"))
+    with pytest.raises(ValueError, match="no pairs"):
+        paired([1.0, 2.0], [1.0])
+
+
+def test_pitman_morgan_and_sd_ratio():
+    a, b = (np.array(x) for x in SLEEP)
+    r = paired(a, b)
+    # in the form of Snedecor and Cochran (1989), section 10.8: F = ratio of variances, r = correlation of the pairs
+    f, corr = a.var(ddof=1) / b.var(ddof=1), np.corrcoef(a, b)[0, 1]
+    t = (f - 1) * math.sqrt(8) / (2 * math.sqrt(f * (1 - corr**2)))
+    assert r["p_pitman_morgan"] == pytest.approx(2 * stats.t.sf(abs(t), 8), rel=1e-9)
+    assert r["sd_ratio"] == pytest.approx(math.sqrt(f))
+
+
+def test_mde80_is_found_with_80_percent_power():
+    rng = np.random.default_rng(0)
+    for n, m in ((8, 4), (5, 1)):
+        r = paired(rng.normal(size=n), 0, m=m)
+        critical = stats.t.ppf(1 - 0.05 / (2 * m), n - 1)
+        d = rng.normal(r["mde80"] / r["sd"], 1, (200_000, n))  # in units of sd
+        t = d.mean(1) / d.std(1, ddof=1) * math.sqrt(n)
+        assert np.mean(t > critical) == pytest.approx(0.8, abs=0.004)
+
+
+def test_bca_against_its_formula():
+    """Efron (1987): quantiles of the bootstrap means at levels shifted by bias z0 and acceleration a."""
+    d = np.array(SLEEP[0]) - np.array(SLEEP[1])
+    rng = np.random.default_rng(7)
+    means = np.sort(rng.choice(d, (200_000, 10)).mean(1))
+    z0 = stats.norm.ppf(np.mean(means < d.mean()))
+    jack = np.array([np.delete(d, i).mean() for i in range(10)])
+    u = jack.mean() - jack
+    a = (u**3).sum() / (6 * (u**2).sum() ** 1.5)
+    z = z0 + stats.norm.ppf([0.025, 0.975])
+    expected = np.quantile(means, stats.norm.cdf(z0 + z / (1 - a * z)))
+    assert paired(*SLEEP)["bca95"] == pytest.approx(expected, abs=0.03)
+    assert paired([1, 2, 4, 3], 0)["bca95"] is None
+
+
+def test_equivalence_is_ci90_inside_the_margin():
+    r = paired([0.010, 0.012, 0.009, 0.011], [0.009, 0.010, 0.009, 0.012], margin=0.02)
+    assert r["equivalent"] is True and max(map(abs, r["ci90"])) < 0.02
+    assert paired(*SLEEP, margin=0.02)["equivalent"] is False and paired(*SLEEP)["equivalent"] is None
+
+
+def test_holm():
+    """R5, and Holm (1979) by hand."""
+    assert holm([0.01, None, 0.03]) == [pytest.approx(0.03), None, pytest.approx(0.06)]
+    assert holm([]) == [] and holm([0.2]) == [0.2] and holm([None, None]) == [None, None]
+    assert holm([0.04, 0.01, 0.03, 0.005]) == pytest.approx([0.06, 0.03, 0.06, 0.02])
+    assert holm([0.02, 0.02, 0.9]) == pytest.approx([0.06, 0.06, 0.9])
+    assert holm([0.9, 0.8, 1.0]) == [1.0, 1.0, 1.0]
+    from statsmodels.stats.multitest import multipletests
+
+    p = np.random.default_rng(0).uniform(0, 0.2, 12)
+    assert holm(p) == pytest.approx(multipletests(p, method="holm")[1])
+
+
+def test_paired_against_statsmodels():
+    from statsmodels.stats.weightstats import DescrStatsW, ttost_paired
+
+    rng = np.random.default_rng(3)
+    a, b = rng.normal(2, 0.02, 8), rng.normal(2, 0.02, 8)
+    r, theirs = paired(a, b, margin=0.02), DescrStatsW(a - b)
+    assert r["t"] == pytest.approx(theirs.ttest_mean(0)[0]) and r["p"] == pytest.approx(theirs.ttest_mean(0)[1])
+    assert r["ci95"] == pytest.approx(theirs.tconfint_mean(0.05)) and r["ci90"] == pytest.approx(
+        theirs.tconfint_mean(0.1)
+    )
+    for margin in (0.005, 0.02, 0.05):
+        assert paired(a, b, margin=margin)["equivalent"] == (ttost_paired(a, b, -margin, margin)[0] < 0.05)
+
+
+def test_seeds_and_text_stay_apart():
+    """R6: 3 seeds, 200 windows, shifts between seeds, hardly any between windows."""
+    rng = np.random.default_rng(0)
+    shift = np.array([-0.05, 0.0, 0.05])
+    d = shift[:, None] + rng.normal(0, 0.001, (3, 200))
+    r = paired(d.mean(1), 0)
+    assert (r["n"], r["df"]) == (3, 2)
+    assert r["ci95"] == pytest.approx(stats.ttest_1samp(d.mean(1), 0).confidence_interval(0.95))
+    se_seed, se_text = standard_errors(d)
+    assert se_seed == pytest.approx(d.mean(1).std() / math.sqrt(3), rel=0.03)  # the bootstrap's own limit
+    blocks = d[:, :192].mean(0).reshape(12, 16).mean(1)
+    assert se_text == pytest.approx(blocks.std() / math.sqrt(12), rel=0.03) and se_text < 0.001
+    assert standard_errors(d[:1])[0] is None and standard_errors(d[:, :20])[1] is None
+
+
+CONFIG = """
+dataset = "toy"
+n_layer, n_head, n_embd, block_size = 2, 2, 16, 16
+bias, device = False, "cpu"
+batch_size, max_iters, warmup_iters, eval_interval, learning_rate = 8, 30, 5, 10, 3e-3
+arms = {"Full": {}, "FFNOnly": {"attn_residual": False}, "Half": {"attn_gain": 0.5}}
+seeds = range(5)
+contrasts = [("FFNOnly", "Full"), ("Half", "Full"), ("FFNOnly", "unigram"), ("Full", "bigram")]
+"""
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory):
+    """A finished experiment in a folder of its own."""
+    place = tmp_path_factory.mktemp("finished")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(place)
+        words = np.array(["the", "cat", "sat", "on", "a", "mat", "and", "saw", "that", "rat", "ate", "all", "of", "it"])
+        Path("toy.txt").write_text(" ".join(np.random.default_rng(0).choice(words, 2500)))
+        prepare.main(["toy.txt"])
+        Path("toy.py").write_text(CONFIG)
+        train.main(["toy.py"])
+    return place
+
+
+@pytest.fixture
+def out(finished, tmp_path, monkeypatch):
+    """A copy of it, to be spoiled."""
+    shutil.copytree(finished, tmp_path, dirs_exist_ok=True)
+    monkeypatch.chdir(tmp_path)
+    return Path("out/toy")
+
+
+def report(out="out/toy"):
+    analyze.main(["runs", str(out)])
+    return json.loads((Path(out) / "report.json").read_text())
+
+
+def log(out, arm, seed):
+    return [json.loads(x) for x in (out / arm / f"seed{seed}" / "log.jsonl").read_text().splitlines()]
+
+
+def test_a_whole_experiment(out):
+    r = report()
+    assert (r["status"], r["deviations"], r["outcome"]) == ("confirmatory", [], "final")
+    losses = {arm: [log(out, arm, s)[-1]["val_loss"] for s in range(5)] for arm in ("Full", "FFNOnly", "Half")}
+    for arm, values in losses.items():
+        a = r["arms"][arm]
+        assert (a["n"], a["n_finite"]) == (5, 5) and list(a["seeds"].values()) == values
+        assert a["mean"] == pytest.approx(np.mean(values)) and a["sd"] == pytest.approx(np.std(values, ddof=1))
+        best = [min(x["val_loss"] for x in log(out, arm, s) if "val_loss" in x) for s in range(5)]
+        assert a["best_mean"] == pytest.approx(np.mean(best))
+    first, second, third, fourth = r["contrasts"]
+    assert (first["a"], first["b"]) == ("FFNOnly", "Full")
+    assert first["p"] == pytest.approx(stats.ttest_rel(losses["FFNOnly"], losses["Full"]).pvalue)
+    # the reference once more, by counting
+    train_text = np.fromfile("data/toy/train.bin", "<u2")
+    val = np.fromfile("data/toy/val.bin", "<u2")
+    V = json.loads(Path("data/toy/meta.json").read_text())["vocab_size"]
+    targets = val[1 : 1 + (len(val) - 1) // 16 * 16]
+    p = [(np.sum(train_text == t) + 1) / (len(train_text) + V) for t in targets]
+    assert r["references"]["unigram"] == pytest.approx(-np.mean(np.log(p)))
+    assert third["p"] == pytest.approx(stats.ttest_1samp(losses["FFNOnly"], r["references"]["unigram"]).pvalue)
+    ps = [c["p"] for c in r["contrasts"]]
+    assert [c["p_holm"] for c in r["contrasts"]] == pytest.approx(holm(ps))
+    windows = np.array([log(out, "FFNOnly", s)[-1]["window_losses"] for s in range(5)])
+    reference = np.array(json.loads((out / "plan.json").read_text())["reference_windows"]["unigram"])
+    assert third["se_text"] == standard_errors(windows - reference)[1] and fourth["sd_ratio"] is None
+    assert r["audit"]["checked"] == 15 and r["audit"]["failed"] == [] and r["audit"]["max_abs_diff"] <= 1e-5
+    text = (out / "report.md").read_text()
+    assert "# toy: confirmatory" in text and "FFNOnly − unigram" in text and "nan" not in text.lower()
+    assert (out / "report.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_report_is_made_again_without_weights(out):
+    before = report()
+    text, picture = (out / "report.md").read_text(), (out / "report.png").read_bytes()
+    for path in out.glob("*/*/ckpt.pt"):
+        path.unlink()
+    shutil.rmtree("data")
+    after = report()
+    assert after["audit"].pop("carried_over") is True and after == before
+    assert (out / "report.md").read_text().replace(
+        " (carried over from an earlier report: the weights are not here)", ""
+    ) == text
+    assert (out / "report.png").read_bytes() == picture
+    (out / "report.json").unlink()
+    assert report()["audit"]["checked"] == 0 and "none was measured again" in (out / "report.md").read_text()
+
+
+def test_a_deleted_run_makes_it_exploratory(out):
+    shutil.rmtree(out / "Half" / "seed3")
+    shutil.copytree(out / "Full" / "seed0", out / "Fall" / "seed0")
+    r = report()
+    assert r["status"] == "exploratory"
+    assert r["deviations"] == ["Run Fall/seed0 is not in the plan.", "Run Half/seed3 is planned and not finished."]
+    half = r["contrasts"][1]
+    assert half["p"] is None and half["p_holm"] is None and half["n"] == 5 and "Half/seed3 missing" in half["reason"]
+    assert r["contrasts"][0]["p_holm"] == pytest.approx(holm([c["p"] for c in r["contrasts"]])[0])
+    assert r["arms"]["Half"]["n"] == 4 and r["arms"]["Half"]["seeds"]["3"] is None
+    assert "not computed" in (out / "report.md").read_text()
+
+
+def test_a_diverged_run_stays(out):
+    shutil.rmtree(out / "Half" / "seed2")
+    plan = json.loads((out / "plan.json").read_text())
+    with pytest.MonkeyPatch.context() as patch:  # a run that really diverges, kept under the planned config
+        real = train.learning_rate
+        patch.setattr(train, "learning_rate", lambda config, step: 1e30 if step > 3 else real(config, step))
+        train.main(["toy.py"])
+    r = report()
+    assert r["status"] == "confirmatory" and plan["seeds"] == [0, 1, 2, 3, 4]
+    half = r["arms"]["Half"]
+    assert (half["n"], half["n_finite"], half["mean"], half["sd"], half["seeds"]["2"]) == (5, 4, None, None, None)
+    assert "Half/seed2 missing or diverged" in r["contrasts"][1]["reason"] and r["contrasts"][1]["p"] is None
+    assert "5 (1 diverged)" in (out / "report.md").read_text()
+
+
+def respoil(path, change):
+    c = torch.load(path, weights_only=True)
+    change(c)
+    torch.save(c, path)
+
+
+def test_the_audit_names_a_gain_that_changed_after_training(out):
+    respoil(out / "Half/seed1/ckpt.pt", lambda c: c["config"].update(attn_gain=0.51))
+    r = report()
+    assert r["status"] == "exploratory" and r["audit"]["failed"] == ["Half/seed1"]
+    (sentence,) = [d for d in r["deviations"] if "audit" in d]
+    assert "Half/seed1" in sentence and "config.attn_gain: planned 0.5, now 0.51" in sentence
+    size = float(sentence.split("a window's loss by ")[1].split()[0])
+    c = torch.load(out / "Half/seed1/ckpt.pt", weights_only=True)
+    shape = {k: c["config"][k] for k in ("vocab_size", "block_size", "n_layer", "n_head", "n_embd", "bias")}
+    fresh = model.GPT(model.GPTConfig(**shape, attn_gain=0.51))
+    fresh.load_state_dict(c["model"])
+    val = prepare.windows(np.fromfile("data/toy/val.bin", "<u2"), 16)
+    expected = (model.window_losses(fresh, val) - c["window_losses"]).abs().max()
+    assert size == pytest.approx(float(expected), rel=0.1) and size > 1e-5
+
+
+@pytest.mark.parametrize("when", ["always", "training"])
+def test_the_audit_names_a_run_trained_with_another_gain(out, when):
+    """Study A's confound: a gain that is not the one that the config says, in all passes or in training passes only."""
+    shutil.rmtree(out / "Full/seed0")
+    plain = model.Block.forward
+
+    def forward(self, x, mask, tap):
+        wrong = when == "always" or torch.is_grad_enabled() or not measuring
+        self.attn_gain = 0.97 if wrong else 1.0
+        return plain(self, x, mask, tap)
+
+    measuring = []
+    real = train.window_losses
+
+    def measured(*args):
+        measuring.append(1)
+        try:
+            return real(*args)
+        finally:
+            measuring.clear()
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(train, "window_losses", measured)
+        patch.setattr(model.Block, "forward", forward)
+        train.main(["toy.py"])
+    r = report()
+    assert r["audit"]["failed"] == ["Full/seed0"] and r["status"] == "exploratory"
+    (sentence,) = r["deviations"]
+    assert ("a window's loss by" in sentence) == (when == "always") and "the training path's loss by" in sentence
+
+
+def test_a_changed_plan_shows(out):
+    train.main(["toy.py", "--margin=0.5", "--amend=a wider margin"])
+    r = report()
+    assert r["status"] == "exploratory" and len(r["deviations"]) == 1
+    assert "a wider margin (margin: planned 0.02, now 0.5)" in r["deviations"][0]
+
+
+def test_a_run_of_another_config_shows(out):
+    path = out / "Full/seed0/log.jsonl"
+    lines = path.read_text().splitlines()
+    last = json.loads(lines[-1])
+    last["config"]["beta2"], last["config"]["dtype"] = 0.5, "bfloat16"
+    last["source"]["train.py"] = "0" * 64
+    path.write_text("\n".join([*lines[:-1], json.dumps(last)]) + "\n")
+    r = report()
+    text = "\n".join(r["deviations"])
+    assert "Run Full/seed0 differs from the plan in config.beta2: planned 0.95, now 0.5." in text
+    assert "source.train.py" in text and r["status"] == "exploratory"
+    # T11 and its kind: the two sides were not computed alike
+    assert r["contrasts"][0]["reason"] == "the two sides differ in dtype: bfloat16, float32"
+    assert r["contrasts"][0]["p"] is None and r["contrasts"][0]["p_holm"] is None
+
+
+def test_other_windows_are_refused(out):
+    """T11: a second invocation with other validation text stops; its losses would not be set side by side."""
+    with pytest.raises(UserError, match="plans another experiment"):
+        train.main(["toy.py", "--eval_tokens=100"])
+    last = log(out, "Full", 0)[-1]
+    assert analyze.unlike([last, last]) is None
+    shorter = last | {"data": last["data"] | {"windows": 3}}
+    assert analyze.unlike([last, shorter]).startswith("the two sides differ in number of windows: 3, ")
+
+
+def test_a_foreign_pickle_is_refused_and_not_run(out):
+    class Bomb:
+        def __reduce__(self):
+            return (open, ("exploded", "w"))
+
+    import pickle
+
+    path = out / "Full/seed0/ckpt.pt"
+    for data in (pickle.dumps(Bomb()), b"", path.read_bytes()[:5000]):
+        path.write_bytes(data)
+        with pytest.raises(UserError, match="Full/seed0/ckpt.pt is damaged, or no checkpoint of ours"):
+            report()
+    torch.save({"model": {}}, path)
+    with pytest.raises(UserError, match="damaged, or no checkpoint of ours"):
+        report()
+    assert not Path("exploded").exists()
+
+
+def test_errors(tmp_path):
+    for argv, message in (
+        (["runs", str(tmp_path)], "plan.json not found"),
+        (["runs"], "name one experiment"),
+        (["run", "x"], "unknown command 'run'"),
+        (["runs", "--x=1", "y"], "unknown flag --x"),
+    ):
+        with pytest.raises(UserError, match=message):
+            analyze.main(argv)
+    (tmp_path / "plan.json").write_text("{")
+    with pytest.raises(UserError, match="no JSON"):
+        analyze.main(["runs", str(tmp_path)])
+
+
+def test_arms_have_their_own_colours():
+    styles = analyze.arm_styles(
+        [a + b for b in ("", "+NoRouting", "+SelfBias") for a in ("Full", "Attn", "FFN", "None")]
+    )
+    assert len({(s["color"], s["linestyle"]) for s in styles.values()}) == 12
+    assert styles["FFN+SelfBias"]["color"] == styles["FFN"]["color"]
+    many = analyze.arm_styles([f"arm{i}" for i in range(20)])
+    assert len({(s["color"], s["linestyle"]) for s in many.values()}) == 20
