@@ -3,7 +3,7 @@ HAS := import importlib.util as u, sys; sys.exit(not all(map(u.find_spec, \
  "torch numpy scipy matplotlib tqdm tiktoken datasets transformers pytest ruff".split())))
 PYTHON ?= $(shell python3 -c '$(HAS)' 2>/dev/null && echo python3 || echo .venv/bin/python)
 
-.PHONY: demo test bench clean
+.PHONY: demo test faults bench clean
 
 .venv/bin/python: requirements.txt
 	python3 -m venv .venv
@@ -23,6 +23,9 @@ test: $(filter .venv/bin/python,$(PYTHON))
 	$(PYTHON) -m ruff check .
 	$(PYTHON) -m ruff format --check .
 	$(PYTHON) -m pytest -q tests
+
+faults: $(filter .venv/bin/python,$(PYTHON))
+	FAULTS=20 $(PYTHON) -m pytest -q -s tests/test_faults.py
 
 bench: $(filter .venv/bin/python,$(PYTHON))
 	$(PYTHON) bench.py

@@ -10,11 +10,11 @@ block_size = 64
 bias = False
 dropout = 0.0
 batch_size = 12
-max_iters = 500
+max_iters = 600
 learning_rate, min_lr = 1e-3, 1e-5
 warmup_iters = 100
 beta1, beta2 = 0.9, 0.99
-eval_interval = 100
+eval_interval = 150
 
 arms = {
     "FullResidual": {},
