@@ -86,17 +86,17 @@ def remove_direction(y, d):
 class Attention(nn.Module):
     def __init__(self, config, layer, seed):
         super().__init__()
-        self.layer, self.n_head, self.dropout, self.removal = layer, config.n_head, config.dropout, config.removal
+        self.config, self.layer, self.n_head = config, layer, config.n_head
         self.n_kv_head = config.n_kv_head or config.n_head
         H, D = self.n_head, config.n_embd // config.n_head
         self.widths = (H * D, self.n_kv_head * D, self.n_kv_head * D)
         self.c_attn = nn.Linear(config.n_embd, sum(self.widths), bias=config.bias)
         self.c_proj = nn.Linear(config.n_embd, config.n_embd, bias=config.bias)
         # the controls: drawn in float64 from streams of their own, saved with the weights
-        if self.removal == "fixed":
+        if config.removal == "fixed":
             d = torch.randn(H, D, dtype=torch.float64, generator=stream(seed, "fixed", layer))
             self.register_buffer("directions", F.normalize(d, dim=-1).float())  # (H, D)
-        if self.removal == "rotated":
+        if config.removal == "rotated":
             q, r = torch.linalg.qr(torch.randn(H, D, D, dtype=torch.float64, generator=stream(seed, "rotated", layer)))
             q = q * r.diagonal(dim1=-2, dim2=-1).sign()[:, None, :]  # uniform over orthogonal matrices (Mezzadri 2007)
             q[:, :, 0] *= torch.linalg.det(q).sign()[:, None]  # and without reflection
@@ -104,12 +104,12 @@ class Attention(nn.Module):
 
     def direction(self, v):
         """The direction to remove from each head's output. v: (B, H_kv, T, D) -> broadcastable to (B, H, T, D)."""
-        if self.removal == "fixed":
+        if self.config.removal == "fixed":
             return self.directions[:, None, :]  # (H, 1, D)
         own = v.repeat_interleave(self.n_head // self.n_kv_head, dim=1)  # (B, H, T, D), the group's own value
-        if self.removal == "previous":
+        if self.config.removal == "previous":
             return F.pad(own[:, :, :-1], (0, 0, 1, 0))  # position 0 has no previous: zero, so nothing is removed
-        return own @ self.rotations if self.removal == "rotated" else own
+        return own @ self.rotations if self.config.removal == "rotated" else own
 
     def forward(self, x, mask, tap):
         B, T, C = x.shape
@@ -124,47 +124,44 @@ class Attention(nn.Module):
             k,
             v,
             attn_mask=None if mask is None else mask.to(q.dtype),
-            dropout_p=self.dropout if self.training else 0.0,
+            dropout_p=self.config.dropout if self.training else 0.0,
             is_causal=mask is None,
             enable_gqa=self.n_kv_head != self.n_head,
         )  # (B, H, T, D)
         if tap is not None:
             y = tap(self.layer, y, v)
-        if self.removal != "none":
+        if self.config.removal != "none":
             y = remove_direction(y, self.direction(v))
         y = y.transpose(1, 2).reshape(B, T, C)  # heads side by side
-        return F.dropout(self.c_proj(y), self.dropout, self.training)
+        return F.dropout(self.c_proj(y), self.config.dropout, self.training)
 
 
 class MLP(nn.Module):
     def __init__(self, config):
         super().__init__()
-        self.dropout = config.dropout
+        self.config = config
         self.c_fc = nn.Linear(config.n_embd, 4 * config.n_embd, bias=config.bias)
         self.c_proj = nn.Linear(4 * config.n_embd, config.n_embd, bias=config.bias)
 
     def forward(self, x):
-        return F.dropout(self.c_proj(F.gelu(self.c_fc(x), approximate="tanh")), self.dropout, self.training)
+        return F.dropout(self.c_proj(F.gelu(self.c_fc(x), approximate="tanh")), self.config.dropout, self.training)
 
 
 class Block(nn.Module):
     def __init__(self, config, layer, seed):
         super().__init__()
-        self.attn_residual, self.attn_gain = config.attn_residual, config.attn_gain
-        self.ffn_residual, self.ffn_gain = config.ffn_residual, config.ffn_gain
+        self.config = config
         self.ln_1 = nn.LayerNorm(config.n_embd, bias=config.bias)
         self.attn = Attention(config, layer, seed)
         self.ln_2 = nn.LayerNorm(config.n_embd, bias=config.bias)
         self.mlp = MLP(config)
 
     def forward(self, x, mask, tap):  # (B, T, C) -> (B, T, C)
-        x = join(self.attn_residual, x, self.attn_gain, self.attn(self.ln_1(x), mask, tap))
-        x = join(self.ffn_residual, x, self.ffn_gain, self.mlp(self.ln_2(x)))
-        return x
-
-
-def join(residual, x, gain, branch):
-    return torch.add(x, branch, alpha=gain) if residual else gain * branch
+        c = self.config
+        branch = self.attn(self.ln_1(x), mask, tap)
+        x = torch.add(x, branch, alpha=c.attn_gain) if c.attn_residual else c.attn_gain * branch
+        branch = self.mlp(self.ln_2(x))
+        return torch.add(x, branch, alpha=c.ffn_gain) if c.ffn_residual else c.ffn_gain * branch
 
 
 class GPT(nn.Module):

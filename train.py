@@ -117,7 +117,7 @@ def read_config(path, flags):
     for node in ast.walk(ast.parse(source)):  # Python itself keeps the last of two equal keys without a word
         keys = [k.value for k in node.keys if isinstance(k, ast.Constant)] if isinstance(node, ast.Dict) else []
         if repeated := [k for k in keys if keys.count(k) > 1]:
-            raise UserError(f"config {path} has two arms named {repeated[0]}: give each a name of its own")
+            raise UserError(f"config {path} names {repeated[0]!r} twice in one dict: two arms need two names")
     values.update(flags)
     for name, value in values.items():
         if name == "gradient_accumulation_steps":
@@ -192,14 +192,14 @@ def narrow(config, arms, seeds):
     for name in names:
         if name not in config.arms:
             raise UserError(f"--arms names {name!r}, which is no arm of the config{nearest(name, config.arms)}")
-    numbers = [] if seeds else config.seeds
-    for part in (seeds or "").split(",") if seeds is not None else []:
-        if not (match := re.fullmatch(r"(\d+)(?:-(\d+))?", part)):
-            raise UserError(f"--seeds={seeds} must look like 0-3 or 0,2,5")
-        numbers += range(int(match[1]), int(match[2] or match[1]) + 1)
-    for seed in numbers:
-        if seed not in config.seeds:
-            raise UserError(f"--seeds names {seed}, which is no seed of the config")
+    if seeds is None:
+        return names, config.seeds
+    if not re.fullmatch(r"\d+(-\d+)?(,\d+(-\d+)?)*", seeds):
+        raise UserError(f"--seeds={seeds} must look like 0-3 or 0,2,5")
+    ends = [[int(x) for x in part.split("-")] for part in seeds.split(",")]
+    numbers = [seed for end in ends for seed in range(end[0], end[-1] + 1)]
+    if missing := [seed for seed in numbers if seed not in config.seeds]:
+        raise UserError(f"--seeds names {missing[0]}, which is no seed of the config")
     return names, numbers
 
 
@@ -350,6 +350,11 @@ def load_state(folder, record):
         return None
 
 
+def finite(x):
+    """x, or None where JSON has no number for it."""
+    return x if math.isfinite(x) else None
+
+
 def write_log(folder, rows):
     with whole_file(folder / "log.jsonl") as f:
         f.writelines(json.dumps(row) + "\n" for row in rows)
@@ -396,14 +401,15 @@ def train_run(config, arm, seed, data, record, folder, bar):
 
     raw.train()
     bar.reset(config.max_iters)
-    bar.update(step)
+    bar.initial = bar.n = step
     bar.set_description(f"{arm} seed{seed}")
     status, seconds, tokens, pace = "finished", 0.0, 0, ""
     while step < config.max_iters:
         row = {"iter": step}
         if step % config.eval_interval == 0:
-            row["val_loss"] = float(validate().mean())
-            plain(f"{arm} seed{seed} step {step}/{config.max_iters}: val {row['val_loss']:.4f}{pace}")
+            loss = float(validate().mean())
+            row["val_loss"] = finite(loss)
+            plain(f"{arm} seed{seed} step {step}/{config.max_iters}: val {loss:.4f}{pace}")
         start = time.perf_counter()
         for group in optimizer.param_groups:
             group["lr"] = learning_rate(config, step)
@@ -432,9 +438,9 @@ def train_run(config, arm, seed, data, record, folder, bar):
         if not math.isfinite(loss):
             status = "diverged"
         if step % config.log_interval == 0 or status == "diverged":
-            row |= {"loss": loss if math.isfinite(loss) else None, "lr": group["lr"]}
-            row |= {"grad_norm": float(norm) if math.isfinite(norm) else None, "tokens_per_second": tokens / seconds}
-            left = seconds / (tokens / (config.batch_size * T)) * (config.max_iters - step)
+            row |= {"loss": finite(loss), "lr": group["lr"], "grad_norm": finite(float(norm))}
+            row["tokens_per_second"] = tokens / seconds
+            left = (config.max_iters - step) * config.batch_size * T / row["tokens_per_second"]
             pace = f", loss {loss:.4f}, {row['tokens_per_second']:,.0f} tokens/s"
             bar.set_postfix_str(pace[2:], refresh=False)
             pace += f", {left:.0f} s left"
@@ -471,7 +477,7 @@ def train_run(config, arm, seed, data, record, folder, bar):
         chip = torch.cuda.get_device_name() if kind == "cuda" else platform.processor() or platform.machine()
         final |= {
             "status": status,
-            "training_path_loss": path_loss if math.isfinite(path_loss) else None,
+            "training_path_loss": finite(path_loss),
             **record,
             "processes": processes,
             "threads": torch.get_num_threads(),
@@ -585,7 +591,8 @@ def open_data(config):
         raise UserError(f"{folder} has {len(train)} training tokens, too few for block_size={config.block_size}")
     windows = prepare.windows(val, config.block_size, config.eval_tokens)
     record = {"dataset": config.dataset, "windows": len(windows)}
-    record["dropped_targets"] = len(val) - 1 - windows.shape[0] * config.block_size
+    targets = min(len(val) - 1, config.eval_tokens or len(val))
+    record["dropped_targets"] = targets - len(windows) * config.block_size
     data = {"train": train, "windows": windows}
     if RANK == 0:
         record |= {f"{split}_sha256": meta["sha256"][split] for split in ("train", "val")}
@@ -622,7 +629,7 @@ def main(argv):
         signal.signal(number, on_signal)
 
     runs = [(arm, seed) for seed in seeds for arm in arms]
-    experiment = tqdm(total=len(runs), unit="run", desc=out.name, disable=not TERMINAL or RANK > 0)
+    all_runs = tqdm(total=len(runs), unit="run", desc=out.name, disable=not TERMINAL or RANK > 0)
     bar = tqdm(total=config.max_iters, unit="step", leave=False, disable=not TERMINAL or RANK > 0)
     taken = True
     while taken:  # until a whole pass finds nothing: the run of a process that died is taken over
@@ -649,25 +656,28 @@ def main(argv):
                     continue
                 loss = "diverged" if last["val_loss"] is None else f"{last['val_loss']:.4f} nats"
                 say(f"{arm} seed{seed}: {loss} after {last['iter']} steps")
-            experiment.n = sum((out / a / f"seed{s}" / "ckpt.pt").exists() for a, s in runs)
-            experiment.refresh()
+            all_runs.n = sum((out / a / f"seed{s}" / "ckpt.pt").exists() for a, s in runs)
+            all_runs.refresh()
     bar.close()
-    experiment.close()
+    all_runs.close()
     left = sum(not (out / a / f"seed{s}" / "ckpt.pt").exists() for a, s in runs)
     say(f"{len(runs) - left} of {len(runs)} runs are finished" + (f", {left} are with other processes" if left else ""))
     say(f"next: python analyze.py runs {out}")
+
+
+def experiment(argv):
+    """main, with the process group ended and the exit status of a signal set."""
+    status = 0
+    try:
+        main(argv)
+    except Stopped:
+        status = 128 + (STOP["signal"] or signal.SIGTERM)
     if dist.is_initialized():
         gc.collect()  # DDP's hooks are in cycles that would keep the process group, and its threads, until exit
         dist.barrier()
         dist.destroy_process_group()
-
-
-def stoppable(argv):
-    try:
-        main(argv)
-    except Stopped:
-        sys.exit(128 + (STOP["signal"] or signal.SIGTERM))
+    sys.exit(status)
 
 
 if __name__ == "__main__":
-    prepare.cli(stoppable)
+    prepare.cli(experiment)

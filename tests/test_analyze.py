@@ -1,5 +1,6 @@
 """Statistics against scipy, published examples and hand calculation; reports against experiments that were run."""
 
+import dataclasses
 import itertools
 import json
 import math
@@ -325,7 +326,7 @@ def test_the_audit_names_a_run_trained_with_another_gain(out, when):
 
     def forward(self, x, mask, tap):
         wrong = when == "always" or torch.is_grad_enabled() or not measuring
-        self.attn_gain = 0.97 if wrong else 1.0
+        self.config = dataclasses.replace(self.config, attn_gain=0.97 if wrong else 1.0)
         return plain(self, x, mask, tap)
 
     measuring = []

@@ -417,7 +417,7 @@ CONFIGS = [
     ("gradient_accumulation_steps = 5", "set batch_size to the product of the two"),
     ("contrasts = [('Full', 'FFNonly')]", "names no arm with 'FFNonly', did you mean FFNOnly?"),
     ("contrasts = [('unigram', 'Full')]", "names no arm with 'unigram'"),
-    ("arms = {'A': {}, 'A': {'bias': True}}", "two arms named A"),
+    ("arms = {'A': {}, 'A': {'bias': True}}", "names 'A' twice in one dict"),
     ("arms = {'A': {}, 'a': {'bias': True}}\ncontrasts = []", "two arms are named"),
     ("arms = {'A': {'attn_residul': False}}\ncontrasts = []", "no flag of the model, did you mean attn_residual?"),
     ("arms = {'A': {'attn_residual': 0}}\ncontrasts = []", "attn_residual=0 is of type int, it must be bool"),
