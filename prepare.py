@@ -395,6 +395,8 @@ def documents(source, text=None):
         return Path(text).name, "char", iter([(text, whole)])
     if source in HUB or source.startswith("hub:"):
         source = HUB.get(source, source)
+        if not re.fullmatch("hub:[^/:]+/[^/:]+(:.+)?", source):
+            raise UserError(f"{source!r} names no dataset of the hub: write hub:owner/name or hub:owner/name:config")
         repo, _, config = source.removeprefix("hub:").partition(":")
         hint = ": check name and connection, or give the path of a local .txt, .jsonl, .parquet or folder instead"
         return source, "gpt2", streamed(repo, hint, repo, config or None)
@@ -528,86 +530,98 @@ def encoded(docs, workers):
         pool.shutdown(cancel_futures=True)
 
 
-def write_gpt2(docs, folder, source, limit, workers):
-    """GPT-2 tokens of documents, as train.bin, val.bin and meta.json in folder; limit: None, or stop after so many."""
-    from tqdm import tqdm
+@contextlib.contextmanager
+def prepared(folder):
+    """
+    The files train.bin and val.bin, open to be written, and the contents of meta.json, a dict to be filled.
 
-    gpt2()  # no folder without a vocabulary
+    All three are there whole at the end, or folder is as it was.
+    """
     made = not folder.exists()
     folder.mkdir(parents=True, exist_ok=True)
-    for old in folder.glob("*.bin.????????.tmp"):  # of a prepare that was killed
+    for old in folder.glob("*.????????.tmp"):  # of a prepare that was killed
         old.unlink(missing_ok=True)
-    terminal = sys.stderr.isatty()
-    began = said = time.monotonic()
-    total = n = skipped = start = 0  # tokens, documents, rows without text, bytes of train.bin before the last document
     try:
         with (
-            tqdm(total=limit, unit="tok", unit_scale=True, desc=folder.name, disable=not terminal) as bar,
+            whole_file(folder / "meta.json") as f,  # renamed last: it vouches for the other two
             whole_file(folder / "train.bin", "wb") as train,
             whole_file(folder / "val.bin", "wb") as val,
-            contextlib.closing(encoded(docs, workers)) as stream,
         ):
-            for k, ids in stream:
-                if k is None:
-                    skipped += 1
-                    continue
-                if k == n:
-                    start, n = train.tell(), n + 1
-                ids = ids if limit is None else ids[: limit - total]
-                (val if (k % 10 == 9 if k < 10_000 else k % 2000 == 1999) else train).write(ids)
-                total += len(ids)
-                bar.update(len(ids))
-                if not terminal and time.monotonic() > said + 10:
-                    said = time.monotonic()
-                    rate = total / (said - began)
-                    left = f", {(limit - total) / rate:,.0f} s left" if limit else ""
-                    print(f"{total:,} tokens, {rate:,.0f} tokens/s{left}", file=sys.stderr, flush=True)
-                if total == limit:
-                    break
-            by = "whole documents: every 10th of the first 10,000, then every 2,000th"
-            if not val.tell() and total > 1:
-                by = "the last document" if n > 1 else "the last 10% of the tokens of a single document"
-                cut = start // 2 if n > 1 else int(0.9 * total)
-                train.flush()
-                for i in range(cut, total, CHUNK):
-                    val.write(np.fromfile(train.name, "<u2", CHUNK, offset=2 * i))
-                train.truncate(2 * cut)
-            if not val.tell():
-                raise UserError(f"{source} has {total} tokens of text, too few to split into training and validation")
-            for f in (train, val):
-                f.flush()
-                os.fsync(f.fileno())
-            tokens = {"train": np.memmap(train.name, "<u2", "r"), "val": np.memmap(val.name, "<u2", "r")}
-            targets = tokens["val"][1:]
-            unigram, _ = reference_tables(tokens["train"], GPT2_VOCAB)
-            nats = sum(unigram[targets[i : i + CHUNK]].sum() for i in range(0, len(targets), CHUNK))
-            meta = {
-                "source": source,
-                "tokenizer": "gpt2",
-                "vocab_size": GPT2_VOCAB,
-                "dtype": "uint16",
-                "tokens": {split: len(a) for split, a in tokens.items()},
-                "sha256": {split: hashlib.sha256(a).hexdigest() for split, a in tokens.items()},
-                "documents": n,
-                "skipped": skipped,
-                "end_of_text": f"{END_OF_TEXT} after each document",
-                "validation": by,
-                "unigram_nats": float(nats / len(targets)) if len(targets) else None,
-                "bigram_nats": None,
-            }
-            for name in (
-                "meta.json",
-                "train.bin",
-                "val.bin",
-            ):  # of an earlier run: never some of its files and some new
-                (folder / name).unlink(missing_ok=True)
-        with whole_file(folder / "meta.json") as f:
+            meta = {}
+            yield train, val, meta
             json.dump(meta, f, indent=1)
+            for file in (f, train, val):
+                file.flush()
+                os.fsync(file.fileno())
+            for name in ("meta.json", "train.bin", "val.bin"):  # all, so that old and new never mix
+                (folder / name).unlink(missing_ok=True)
     except BaseException:
         if made:
             with contextlib.suppress(OSError):
                 folder.rmdir()
         raise
+
+
+def write_gpt2(docs, folder, source, limit, workers):
+    """GPT-2 tokens of documents, as train.bin, val.bin and meta.json in folder; limit: None, or stop after so many."""
+    from tqdm import tqdm
+
+    gpt2()  # no folder without a vocabulary
+    terminal = sys.stderr.isatty()
+    began = said = time.monotonic()
+    total = n = skipped = start = 0  # tokens, documents, rows without text, bytes of train.bin before the last document
+    with (
+        prepared(folder) as (train, val, meta),
+        tqdm(total=limit, unit="tok", unit_scale=True, desc=folder.name, disable=not terminal) as bar,
+        contextlib.closing(encoded(docs, workers)) as stream,
+    ):
+        for k, ids in stream:
+            if k is None:
+                skipped += 1
+                continue
+            if k == n:
+                start, n = train.tell(), n + 1
+            ids = ids if limit is None else ids[: limit - total]
+            (val if (k % 10 == 9 if k < 10_000 else k % 2000 == 1999) else train).write(ids)
+            total += len(ids)
+            bar.update(len(ids))
+            if not terminal and time.monotonic() > said + 10:
+                said = time.monotonic()
+                rate = total / (said - began)
+                left = f", {(limit - total) / rate:,.0f} s left" if limit else ""
+                print(f"{total:,} tokens, {rate:,.0f} tokens/s{left}", file=sys.stderr, flush=True)
+            if total == limit:
+                break
+        by = "whole documents: every 10th of the first 10,000, then every 2,000th"
+        if not val.tell() and total > 1:
+            by = "the last document" if n > 1 else "the last 10% of the tokens of a single document"
+            cut = start // 2 if n > 1 else int(0.9 * total)
+            train.flush()
+            for i in range(cut, total, CHUNK):
+                val.write(np.fromfile(train.name, "<u2", CHUNK, offset=2 * i))
+            train.truncate(2 * cut)
+        if not val.tell():
+            raise UserError(f"{source} has {total} tokens of text, too few to split into training and validation")
+        train.flush()
+        val.flush()
+        tokens = {"train": np.memmap(train.name, "<u2", "r"), "val": np.memmap(val.name, "<u2", "r")}
+        unigram, _ = reference_tables(tokens["train"], GPT2_VOCAB)
+        targets = tokens["val"][1:]
+        nats = sum(unigram[targets[i : i + CHUNK]].sum() for i in range(0, len(targets), CHUNK))
+        meta |= {
+            "source": source,
+            "tokenizer": "gpt2",
+            "vocab_size": GPT2_VOCAB,
+            "dtype": "uint16",
+            "tokens": {split: len(a) for split, a in tokens.items()},
+            "sha256": {split: hashlib.sha256(a).hexdigest() for split, a in tokens.items()},
+            "documents": n,
+            "skipped": skipped,
+            "end_of_text": f"{END_OF_TEXT} after each document",
+            "validation": by,
+            "unigram_nats": float(nats / len(targets)) if len(targets) else None,
+            "bigram_nats": None,
+        }
     return meta
 
 
@@ -635,13 +649,10 @@ def write_chars(text, folder, source):
         "unigram_nats": float(unigram[val[1:]].mean()) if len(val) > 1 else None,
         "bigram_nats": float(bigram[val[:-1], val[1:]].mean()) if len(val) > 1 and bigram is not None else None,
     }
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "meta.json").unlink(missing_ok=True)  # until all is whole, no meta.json vouches for the files
-    for split, array in tokens.items():
-        with whole_file(folder / f"{split}.bin", "wb") as f:
-            f.write(array)
-    with whole_file(folder / "meta.json") as f:
-        json.dump(meta, f, indent=1)
+    with prepared(folder) as (train, val, contents):
+        train.write(tokens["train"])
+        val.write(tokens["val"])
+        contents |= meta
     return meta
 
 
@@ -662,7 +673,7 @@ def main(argv):
     label, suits, docs = documents(source, flags.get("text"))
     stem = Path(os.path.abspath(source)).stem
     if source.startswith("hub:"):
-        stem = source.partition("/")[2].replace(":", "-")
+        stem = re.sub("[/:]", "-", source.partition("/")[2])
     folder = Path(flags.get("out") or Path("data") / stem)
     if flags.get("tokenizer", suits) == "gpt2":
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()

@@ -382,7 +382,14 @@ def test_a_killed_run_starts_again_and_never_mixes():
 def test_disk_full():
     jsonl("a.jsonl", *["An ordinary text. " * 50] * 2000)
     limit = {"preexec_fn": lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, 50_000))}
+    Path("a.txt").write_text("An ordinary text. " * 5000)
     assert "File too large" in refused("a.jsonl", "--workers=1", **limit)
+    assert "File too large" in refused("a.txt", "--out=new", **limit)
+    Path("b.txt").write_text("An old text.")
+    *_, old = make("b.txt")
+    for source in ("a.txt", "a.jsonl"):
+        assert "File too large" in refused(source, "--workers=1", "--out=out", **limit)
+        assert prepare.load("out")[2] == old
 
 
 def test_vocabulary_out_of_reach(vocabulary):  # P10
@@ -438,6 +445,7 @@ def test_bad_input_gets_one_line(name, raw, message):
         (["pydocs", "--tokenizer=bpe"], "unknown tokenizer 'bpe': char or gpt2"),
         (["pydocs", "--tokens=0"], "--tokens=0 must be at least 1"),
         (["pydocs", "--workers=0"], "--workers=0 must be at least 1"),
+        (["hub:name"], "'hub:name' names no dataset of the hub: write hub:owner/name"),
         (["pydocs", "--worker=2"], "did you mean --workers?"),
         (["pydocs", "--text=a.txt"], "--text is for shakespeare"),
     ],
