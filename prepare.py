@@ -30,6 +30,7 @@ This file owns the format: what train.py and analyze.py need of it (reading, che
 import ast
 import contextlib
 import difflib
+import fcntl
 import functools
 import glob
 import hashlib
@@ -539,14 +540,19 @@ def prepared(folder):
     """
     made = not folder.exists()
     folder.mkdir(parents=True, exist_ok=True)
-    for old in folder.glob("*.????????.tmp"):  # of a prepare that was killed
-        old.unlink(missing_ok=True)
+    for old in folder.glob("*.????????.tmp"):  # of a prepare that was killed: a living one holds a lock
+        with contextlib.suppress(OSError), open(old) as file:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            old.unlink()
     try:
         with (
             whole_file(folder / "meta.json") as f,  # renamed last: it vouches for the other two
             whole_file(folder / "train.bin", "wb") as train,
             whole_file(folder / "val.bin", "wb") as val,
         ):
+            for file in (f, train, val):
+                with contextlib.suppress(OSError):  # no locks on this disk, then nothing is swept either
+                    fcntl.flock(file, fcntl.LOCK_EX)
             meta = {}
             yield train, val, meta
             json.dump(meta, f, indent=1)

@@ -379,6 +379,16 @@ def test_a_killed_run_starts_again_and_never_mixes():
     assert not list(Path("out").glob("*.tmp"))
 
 
+def test_two_at_once_in_one_folder():
+    process = started()
+    jsonl("a.jsonl", "A text.", "Another text.")
+    *_, meta = prepare.main(["a.jsonl", "--workers=1", "--out=out"]), *prepare.load("out")
+    assert len(list(Path("out").glob("*.tmp"))) == 3  # the other run goes on
+    process.kill()
+    process.communicate()
+    assert prepare.load("out")[2] == meta
+
+
 def test_disk_full():
     jsonl("a.jsonl", *["An ordinary text. " * 50] * 2000)
     limit = {"preexec_fn": lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, 50_000))}
