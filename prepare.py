@@ -608,24 +608,29 @@ def write_gpt2(docs, folder, source, limit, workers):
             train.truncate(2 * cut)
         if not val.tell():
             raise UserError(f"{source} has {total} tokens of text, too few to split into training and validation")
-        train.flush()
-        val.flush()
-        tokens = {"train": np.memmap(train.name, "<u2", "r"), "val": np.memmap(val.name, "<u2", "r")}
-        unigram, _ = reference_tables(tokens["train"], GPT2_VOCAB)
-        targets = tokens["val"][1:]
-        nats = sum(unigram[targets[i : i + CHUNK]].sum() for i in range(0, len(targets), CHUNK))
+        counts = {split: np.zeros(GPT2_VOCAB, np.int64) for split in ("train", "val")}
+        sha = {split: hashlib.sha256() for split in counts}
+        for split, file in (("train", train), ("val", val)):
+            file.flush()
+            with open(file.name, "rb") as f:  # read, not mapped: pages of a map would count as our memory
+                while len(part := np.fromfile(f, "<u2", PIECE)):
+                    counts[split] += np.bincount(part, minlength=GPT2_VOCAB)
+                    sha[split].update(part)
+        tokens = {split: int(n.sum()) for split, n in counts.items()}
+        unigram = np.log(tokens["train"] + GPT2_VOCAB) - np.log(counts["train"] + 1)  # as in reference_tables
+        counts["val"][np.fromfile(val.name, "<u2", 1)] -= 1  # the first one is no target
         meta |= {
             "source": source,
             "tokenizer": "gpt2",
             "vocab_size": GPT2_VOCAB,
             "dtype": "uint16",
-            "tokens": {split: len(a) for split, a in tokens.items()},
-            "sha256": {split: hashlib.sha256(a).hexdigest() for split, a in tokens.items()},
+            "tokens": tokens,
+            "sha256": {split: h.hexdigest() for split, h in sha.items()},
             "documents": n,
             "skipped": skipped,
             "end_of_text": f"{END_OF_TEXT} after each document",
             "validation": by,
-            "unigram_nats": float(nats / len(targets)) if len(targets) else None,
+            "unigram_nats": float(counts["val"] @ unigram / (tokens["val"] - 1)) if tokens["val"] > 1 else None,
             "bigram_nats": None,
         }
     return meta
