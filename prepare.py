@@ -35,13 +35,19 @@ import functools
 import glob
 import hashlib
 import json
+import multiprocessing
 import os
 import re
+import signal
 import sys
 import tempfile
+import threading
 import time
 import typing
 import uuid
+from collections import deque
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
 
 import numpy as np
@@ -366,7 +372,7 @@ def streamed(name, hint, *args, **kwargs):
 
 
 def parquet_file(path):
-    # one file at a time, so that a column that is all null in one does not set the type for the next
+    # one file at a time: a column that is all null in one must not set the type for the next
     where = glob.escape(os.path.abspath(path))
     return streamed(path, ": is it a whole parquet file?", "parquet", data_files=where, batch_size=64)
 
@@ -471,11 +477,9 @@ def gpt2():
 
 
 def start_worker():
-    import multiprocessing
-    import signal
-    import threading
+    """A worker ends when its parent does, however that ends, and leaves all talking to it."""
 
-    def leave_with_parent():  # even when it is killed
+    def leave_with_parent():
         multiprocessing.parent_process().join()
         os._exit(1)
 
@@ -498,11 +502,6 @@ def encode(batch):
 
 def encoded(docs, workers):
     """Documents -> (k, tokens) of each entry of their batches, in order; the characters in flight are bounded."""
-    import multiprocessing
-    from collections import deque
-    from concurrent.futures import ProcessPoolExecutor
-    from concurrent.futures.process import BrokenProcessPool
-
     pool = ProcessPoolExecutor(workers, multiprocessing.get_context("spawn"), start_worker)
     flight, room = deque(), 4 * workers * PIECE
 
