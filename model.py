@@ -164,6 +164,26 @@ class Block(nn.Module):
         return torch.add(x, branch, alpha=c.ffn_gain) if c.ffn_residual else c.ffn_gain * branch
 
 
+def token_loss(x, lm_head, targets, reduction):
+    """
+    Cross-entropy in float32 without the whole matrix of logits where that would be large.
+
+    x: (N, C), targets: (N,) -> "mean": a scalar; "none": (N,), in chunks of rows.
+    """
+    V = lm_head.weight.shape[0]
+    if reduction == "none":
+        rows = max(1, 2**25 // V)  # 128 MiB of logits at a time
+        pairs = zip(x.split(rows), targets.split(rows), strict=True)
+        return torch.cat([F.cross_entropy(lm_head(a).float(), b, reduction="none") for a, b in pairs])
+    chunked = hasattr(F, "linear_cross_entropy") and V > 8192 and torch.is_grad_enabled()
+    if chunked and not torch.is_autocast_enabled(x.device.type) and not torch.compiler.is_compiling():
+        # a third of the memory, at no cost in time with chunks of this size; float32 only, as it would return the loss
+        # of bfloat16 inputs in bfloat16; a compiled model fuses the plain form better
+        options = nn.LinearCrossEntropyOptions(batch_chunk_size=1024)
+        return F.linear_cross_entropy(x, lm_head.weight, targets, options=options)
+    return F.cross_entropy(lm_head(x).float(), targets)
+
+
 class GPT(nn.Module):
     """
     GPT(config, seed=0): the seed fixes the initial weights and the control directions.
@@ -197,12 +217,12 @@ class GPT(nn.Module):
                 std = 0.02 / math.sqrt(2 * config.n_layer) if name.endswith("c_proj.weight") else 0.02
                 nn.init.normal_(p, std=std, generator=stream(seed, "init", name))
 
-    def forward(self, idx, targets=None, per_token=False):
+    def forward(self, idx, targets=None, reduction=None):
         """
-        idx, targets: (B, T) integers, T <= block_size -> (logits, loss).
+        idx, targets: (B, T) integers, T <= block_size -> (logits, loss in nats).
 
-        Without targets: (B, T, V), None. With them: (B, T, V) and the mean loss. per_token: None and the loss of each
-        token (B, T), in row chunks, so that the logits of a large batch are never in memory at once.
+        Without targets (B, T, V) and None; with them (B, T, V) and the mean loss. With a reduction the logits of a
+        batch need not be in memory at once, so None and the loss: "mean", for training, or "none", each token's (B, T).
         """
         T = idx.shape[1]
         if self.config.block_size < T:
@@ -213,15 +233,13 @@ class GPT(nn.Module):
         for block in self.h:
             x = block(x, mask, self.tap)
         x = self.ln_f(x)
-        if per_token:
-            rows = max(1, 2**25 // self.config.vocab_size)  # 128 MiB of float32 logits at a time
-            pairs = zip(x.flatten(0, 1).split(rows), targets.flatten().split(rows), strict=True)
-            loss = torch.cat([F.cross_entropy(self.lm_head(a).float(), b, reduction="none") for a, b in pairs])
-            return None, loss.view(targets.shape)
-        logits = self.lm_head(x)  # (B, T, V)
         if targets is None:
-            return logits, None
-        return logits, F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
+            return self.lm_head(x), None  # (B, T, V)
+        if reduction is None:
+            logits = self.lm_head(x)  # (B, T, V)
+            return logits, F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
+        loss = token_loss(x.flatten(0, 1), self.lm_head, targets.flatten(), reduction)
+        return None, loss.view(targets.shape) if reduction == "none" else loss
 
     @classmethod
     def from_pretrained(cls, name, seed=0, **overrides):
@@ -307,7 +325,7 @@ def window_losses(model, windows, rank=0, world=1):
         for i in range(rank * batch, n, world * batch):
             w = torch.as_tensor(windows[i : i + batch] + 0)  # a copy, as a view of a file is read-only
             w = w.long().to(device)  # (batch, T + 1)
-            _, loss = model(w[:, :-1], w[:, 1:], per_token=True)
+            _, loss = model(w[:, :-1], w[:, 1:], reduction="none")
             losses[i : i + batch] = loss.double().mean(1).cpu()
     model.train(training)
     return losses

@@ -304,6 +304,31 @@ def make_optimizer(model, config):
     return torch.optim.AdamW(groups, config.learning_rate, betas, fused=config.device != "mps")
 
 
+def take_step(model, optimizer, rows, micro, autocast, grad_clip, key=None):
+    """
+    Forward, backward, clip, update: one optimizer step of this process.
+
+    rows: (n, T + 1) tokens, taken micro at a time -> (mean loss of all of them, gradient norm before clipping), two
+    tensors. key: where there is dropout, the key of its random stream; each micro-batch has its own.
+    """
+    total = 0.0
+    for i in range(0, len(rows), micro):
+        part = rows[i : i + micro]
+        if key is not None:
+            torch.manual_seed(hash_seed(*key, i // micro))
+        # gradients travel between processes with the last micro-batch only; the switch must span forward and backward
+        waits = hasattr(model, "no_sync") and i + micro < len(rows)
+        with model.no_sync() if waits else contextlib.nullcontext():
+            with autocast:
+                _, loss = model(part[:, :-1], part[:, 1:], reduction="mean")
+            (loss * (micro / len(rows))).backward()
+        total += loss.detach() * (micro / len(rows))
+    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), grad_clip or math.inf)
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=True)
+    return total, norm
+
+
 def digest(value, sha=None):
     """sha256 of nested dicts, lists, tensors and plain values: what a file says, whatever it looks like on disk."""
     top = sha is None
@@ -414,25 +439,14 @@ def train_run(config, arm, seed, data, record, folder, bar):
         for group in optimizer.param_groups:
             group["lr"] = learning_rate(config, step)
         w = batch(data["train"], seed, step, config.batch_size, T)[rank * share : (rank + 1) * share]  # (share, T + 1)
-        total = torch.zeros(2, device=device)  # loss, and whether this process was told to stop
-        for m, part in enumerate(w.to(device).split(micro)):
-            if config.dropout:
-                torch.manual_seed(hash_seed(seed, "dropout", step, m, rank))
-            last = (m + 1) * micro == share
-            # gradients travel with the last micro-batch only; the switch must span forward and backward
-            with model.no_sync() if processes > 1 and not last else contextlib.nullcontext():
-                with autocast:
-                    _, loss = model(part[:, :-1], part[:, 1:])
-                (loss * (micro / share)).backward()
-            total[0] += loss.detach() * (micro / share)
-        total[1] = float(STOP["signal"])
-        if processes > 1:
-            dist.all_reduce(total)
-            total[0] /= processes
-        norm = torch.nn.utils.clip_grad_norm_(raw.parameters(), config.grad_clip or math.inf)
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
-        loss, stop = total.tolist()
+        key = (seed, "dropout", step, rank) if config.dropout else None
+        loss, norm = take_step(model, optimizer, w.to(device), micro, autocast, config.grad_clip, key)
+        if processes > 1:  # the mean over processes, and whether one of them was told to stop
+            both = torch.stack([loss / processes, torch.tensor(float(STOP["signal"]), device=device)])
+            dist.all_reduce(both)
+            loss, stop = both.tolist()
+        else:
+            loss, stop = float(loss), STOP["signal"]
         seconds += time.perf_counter() - start
         tokens += config.batch_size * T
         if not math.isfinite(loss):
@@ -473,7 +487,8 @@ def train_run(config, arm, seed, data, record, folder, bar):
             raw.eval()
         fixed = batch(data["train"], seed, config.max_iters, config.batch_size, T)[:micro]  # (micro, T + 1)
         with torch.no_grad(), autocast:
-            path_loss = float(path_model(fixed[:, :-1].to(device), fixed[:, 1:].to(device))[1])
+            fixed_path = path_model(fixed[:, :-1].to(device), fixed[:, 1:].to(device), reduction="mean")
+            path_loss = float(fixed_path[1])
         chip = torch.cuda.get_device_name() if kind == "cuda" else platform.processor() or platform.machine()
         final |= {
             "status": status,

@@ -286,7 +286,7 @@ def test_losses():
     idx = tokens(5, 13)
     with torch.no_grad():
         logits, loss = model(idx[:, :-1], idx[:, 1:])
-        none, each = model(idx[:, :-1], idx[:, 1:], per_token=True)
+        none, each = model(idx[:, :-1], idx[:, 1:], reduction="none")
     assert none is None and each.shape == (5, 12)
     p = logits.double().softmax(-1)
     slow = [[-math.log(float(p[b, t, idx[b, t + 1]])) for t in range(12)] for b in range(5)]
@@ -344,3 +344,21 @@ def test_defaults_are_gpt2_and_the_config_is_plain_data():
         "dropout": 0.0, "bias": True, "attn_residual": True, "ffn_residual": True, "attn_gain": 1.0, "ffn_gain": 1.0,
         "removal": "none", "routing": True, "self_bias": 0.0,
     }  # fmt: skip
+
+
+@pytest.mark.parametrize("dtype, bound", [(None, 1e-5), (torch.bfloat16, 1e-3)])
+def test_the_training_loss_of_a_large_vocabulary(dtype, bound):
+    """Whatever path spares the logits: the loss and every gradient are those of plain cross-entropy in float32."""
+    model = gpt(vocab_size=9001).train()
+    idx = tokens(3, 13, 9001)
+    expected, grads = model(idx[:, :-1], idx[:, 1:])[1], {}
+    expected.backward()
+    for name, p in model.named_parameters():
+        grads[name], p.grad = p.grad, None
+    with torch.autocast("cpu", dtype, enabled=dtype is not None):
+        none, loss = model(idx[:, :-1], idx[:, 1:], reduction="mean")
+    loss.backward()
+    assert none is None and loss.dtype == torch.float32
+    assert float(loss.detach()) == pytest.approx(float(expected.detach()), abs=bound)
+    for name, p in model.named_parameters():
+        assert (p.grad - grads[name]).norm() <= 100 * bound * grads[name].norm() + 1e-7, name

@@ -129,14 +129,14 @@ def test_every_arm_starts_alike_and_sees_the_same_batches(place, monkeypatch):
     seen = {}
     plain_forward = GPT.forward
 
-    def forward(self, idx, targets=None, per_token=False):
-        if not per_token:
+    def forward(self, idx, targets=None, reduction=None):
+        if reduction != "none":
             seen.setdefault(id(self), []).append(hashlib.sha256(idx.numpy().tobytes()).hexdigest())
         elif id(self) not in seen:  # the evaluation before the first step
             weights = [p for _, p in self.named_parameters()]
             seen[id(self)] = [train.digest(weights)]
             kept.append(self)
-        return plain_forward(self, idx, targets, per_token)
+        return plain_forward(self, idx, targets, reduction)
 
     kept = []  # ids stay unique as long as the models live
     monkeypatch.setattr(GPT, "forward", forward)
@@ -395,7 +395,7 @@ BAD = [
     (["--seeds=0-9"], "names 2, which is no seed"),
     (["--seeds=a"], "must look like 0-3"),
     (["--dataset=shakespeare"], "run `python prepare.py shakespeare` first"),
-    (["--dataset=nothing"], "run `python prepare.py FILE --out=data/nothing` first"),
+    (["--dataset=nothing"], "run `python prepare.py SOURCE --out=data/nothing` first"),
     (["--removal=selfish"], "removal='selfish' must be one of"),
     (["--init_from=no-such-model"], "init_from: pretrained model 'no-such-model' can't be read"),
     (["--device=cuda"] if not torch.cuda.is_available() else ["--device=gpu"], "device="),
