@@ -571,16 +571,25 @@ def agreed(value):
     return values[0]
 
 
-def prepare_machine(config):
-    """Resolve what is `auto`, and set up devices, processes and determinism."""
+def choose(config):
+    """Put what bench.py shows to be best for this shape and device in the place of each `auto`."""
     if config.device == "auto":
         config.device = "cuda" if torch.cuda.is_available() else "cpu"
-    if not {"cpu": True, "cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available()}[config.device]:
-        raise UserError(f"device={config.device}: there is none on this machine")
+    wide = config.n_embd >= 256  # below, a step is too small to gain from bfloat16 or from compiled code on a CPU
     if config.dtype == "auto":
-        config.dtype = "bfloat16" if config.device == "cuda" else "float32"
+        fast = (
+            config.device == "cuda" or config.device == "cpu" and wide and torch.ops.mkldnn._is_mkldnn_bf16_supported()
+        )
+        config.dtype = "bfloat16" if fast else "float32"
     if config.compile == "auto":
         config.compile = config.device == "cuda"
+
+
+def prepare_machine(config):
+    """Set up devices, processes and determinism."""
+    choose(config)
+    if not {"cpu": True, "cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available()}[config.device]:
+        raise UserError(f"device={config.device}: there is none on this machine")
     share = config.batch_size // PROCESSES
     if config.batch_size % PROCESSES:
         raise UserError(f"batch_size={config.batch_size} sequences can't be divided among {PROCESSES} processes")
