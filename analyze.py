@@ -9,10 +9,15 @@ report.md and report.png into OUT. All losses are nats per token.
 remove_direction (in model.py), paired and holm are plain functions of arrays: copy them.
 """
 
+import contextlib
+import csv
 import hashlib
+import inspect
 import json
 import math
 import os
+import time
+import zipfile
 from dataclasses import fields
 from pathlib import Path
 
@@ -22,7 +27,7 @@ from scipy import special, stats
 from tqdm import tqdm
 
 import prepare
-from model import GPT, GPTConfig, window_losses
+from model import GPT, GPTConfig, remove_direction, window_losses
 from prepare import UserError, whole_file
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -451,7 +456,9 @@ def figure_runs(path, report, plan, runs):
     for (arm, _), run in runs.items():
         history = [(i, v) for i, v in (run["val_history"] if run else ()) if v is not None]
         line = {k: styles[arm][k] for k in ("color", "linestyle")}
-        line["linewidth"] = max(1.2, 3.0 - 0.6 * arms.index(arm))  # an arm that covers another leaves its rim to be seen
+        line["linewidth"] = max(
+            1.2, 3.0 - 0.6 * arms.index(arm)
+        )  # an arm that covers another leaves its rim to be seen
         left.plot(*(zip(*history, strict=True) if history else ([], [])), **line)
     for i, arm in enumerate(arms):
         left.plot([], [], color=styles[arm]["color"], linestyle=styles[arm]["linestyle"], label=arm)
@@ -497,16 +504,817 @@ def runs_command(out):
     print(f"written: {out}/report.json, report.md, report.png")
 
 
+# ---------------------------------------------------------------------------------------------------------------------
+# heads: how far each head's output points along its own value, and what removing that direction does
+
+
+def unit(x):
+    """x / |x| along the last dimension; a zero vector stays zero."""
+    return x / x.norm(dim=-1, keepdim=True).clamp_min(torch.finfo(x.dtype).tiny)
+
+
+def causal_null(y, v, window=None):
+    """
+    How far head outputs point along the values of *earlier* positions: the cosine that geometry alone gives.
+
+    y: (..., T, D) head outputs, v: (..., T, D) values, broadcast against each other, T >= 2. window: how many positions
+    a query sees, itself included (>= 2; None: all up to itself). Returns (...) float64: the mean over i >= 1 of
+    (1/n_i) sum_j cos(y_i, v_j) over the n_i positions j < i that i sees. Exact and linear in T: a mean of cosines with
+    y_i is the dot product with a mean of unit values, so a running sum of them is all it takes. Float64, as a sliding
+    window is the difference of two running sums, which would cancel in float32.
+    """
+    if window is not None and window < 2:
+        raise ValueError(f"window={window}: a position that sees itself only has no earlier position")
+    y, v = unit(y.double()), unit(v.double())
+    T = y.shape[-2]
+    before = torch.nn.functional.pad(v.cumsum(-2)[..., :-1, :], (0, 0, 1, 0))  # (..., T, D): the sum over j < i
+    seen = torch.arange(T, device=y.device)  # n_i
+    if window is not None and window < T:
+        before = before - torch.nn.functional.pad(before, (0, 0, window - 1, 0))[..., :T, :]
+        seen = seen.clamp(max=window - 1)
+    return ((y * before).sum(-1)[..., 1:] / seen[1:]).mean(-1)
+
+
+def pearson(a, b):
+    """Pearson correlation of two (n,) arrays, or None where it is not defined: a spread that is rounding at most."""
+    spread = min(np.ptp(x) - 64 * np.finfo(float).eps * np.abs(x).max(initial=0) for x in (a, b)) if len(a) > 1 else 0
+    return float(np.corrcoef(a, b)[0, 1]) if spread > 0 and np.isfinite(spread) else None
+
+
+def random_halves(n, draws, seed):
+    """Pairs of index arrays: n distinct windows split at random, then each half resampled from itself."""
+    rng = np.random.default_rng(seed)
+    for _ in range(draws if n > 1 else 0):
+        order = rng.permutation(n)
+        yield tuple(rng.choice(half, len(half)) for half in (order[: (n + 1) // 2], order[(n + 1) // 2 :]))
+
+
+def interval(values):
+    """Mean and central 95% of a list of numbers, without its Nones: (None, None) where none is left."""
+    values = [x for x in values if x is not None]
+    return (float(np.mean(values)), [float(q) for q in np.quantile(values, (0.025, 0.975))]) if values else (None, None)
+
+
+def split_half(x, draws=1000, seed=0):
+    """
+    Would other text rank the heads alike? The noise floor of a statistic that is averaged over windows.
+
+    x: (windows, heads). Returns r (Pearson correlation over heads between the means of even and of odd windows),
+    spearman_brown = 2r / (1 + r), what all the windows together would reach (Spearman 1910, Brown 1910), and mean and
+    ci95 over random halves: distinct windows are split first, so that none is on both sides, then each half is
+    resampled from itself. Resampling adds noise of its own, so mean tends to lie below r. None where not defined.
+    """
+    x = np.asarray(x, np.float64)
+    r = pearson(x[0::2].mean(0), x[1::2].mean(0)) if len(x) > 1 else None
+    mean, ci95 = interval([pearson(x[i].mean(0), x[j].mean(0)) for i, j in random_halves(len(x), draws, seed)])
+    return {"r": r, "spearman_brown": 2 * r / (1 + r) if r is not None and r > -1 else None, "mean": mean, "ci95": ci95}
+
+
+def predicts(x, d, draws=1000, seed=0):
+    """
+    Does a statistic foretell an effect on *other* text? x, d: (windows, heads), of the same windows.
+
+    Returns pearson and spearman over heads between x on one half and d on the other, averaged both ways over even and
+    odd windows, and ci95 over random halves as in split_half. None where not defined.
+    """
+
+    def both_ways(i, j, r):
+        found = [r(x[i].mean(0), d[j].mean(0)), r(x[j].mean(0), d[i].mean(0))]
+        return None if None in found else float(np.mean(found))
+
+    halves = np.arange(len(x))[0::2], np.arange(len(x))[1::2]
+    ranks = lambda a, b: pearson(stats.rankdata(a), stats.rankdata(b))  # noqa: E731
+    r, rho = (both_ways(*halves, f) if len(x) > 1 else None for f in (pearson, ranks))
+    return {"pearson": r, "spearman": rho, "ci95": interval([both_ways(i, j, pearson) for i, j in random_halves(len(x), draws, seed)])[1]}  # fmt: skip
+
+
+# the models: ours, and any of transformers that runs on its attention interface
+
+HARMLESS = (
+    "position_ids",
+    "cache_position",
+    "use_cache",
+    "sliding_window",
+)  # a window also comes as the mask, read here
+DTYPES = ("float32", "bfloat16", "float16", "float64")
+
+
+def tapped_attention(module, query, key, value, attention_mask, scaling=None, dropout=0.0, is_causal=None, **extra):
+    """
+    Attention for every transformers model: what its eager function computes, and the tap of the model on top.
+
+    query: (B, H, T, D), key, value: (B, H_kv, T, D), attention_mask: (B, 1, T, T) of bool, or None for plain causal.
+    Returns (B, T, H, D), None. Raises UserError for anything that it would have to ignore.
+    """
+    model, layer = getattr(module, "tapped", (None, None))
+    name = type(module).__name__
+    if model is None:
+        raise UserError(f"{name} lies outside the stack of layers: this architecture can't be measured")
+    for key_, x in extra.items():
+        if x is not None and x is not False and key_ not in HARMLESS:
+            raise UserError(
+                f"{name} hands its attention {key_!r}, which is not implemented: leaving it out would be wrong"
+            )
+    causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+    if dropout or (attention_mask is None and not causal):
+        raise UserError(f"{name} asks for {'dropout' if dropout else 'attention that is not causal'}: not implemented")
+    model.calls[layer] += 1
+    model.sees[layer] = visible(attention_mask, name)
+    y = torch.nn.functional.scaled_dot_product_attention(
+        query, key, value, attention_mask, scale=scaling, is_causal=attention_mask is None, enable_gqa=True
+    )  # (B, H, T, D)
+    if model.tap is not None:
+        y = model.tap(layer, y, value)
+    return y.transpose(1, 2).contiguous(), None
+
+
+def visible(mask, name):
+    """How many positions a query sees under a mask (B, 1, T, T) of bool, itself included; None: all up to itself."""
+    if mask is None:
+        return None
+    i = torch.arange(mask.shape[-1], device=mask.device)
+    window = int(mask[0, 0, -1].sum())
+    band = (i <= i[:, None]) & (i > i[:, None] - window)  # (T, T)
+    if mask.dtype != torch.bool or mask.shape[-2] != len(i) or not bool((mask == band).all()):
+        raise UserError(f"{name} has an attention mask that is neither causal nor a sliding window: not implemented")
+    return window if window < len(i) else None
+
+
+def open_model(name, dtype="float32"):
+    """
+    A run folder, a ckpt.pt, or a transformers model -> (model in evaluation mode, what is known about it).
+
+    The model has a `tap`, and in `stack` its layers. Raises UserError where it can't be had or measured.
+    """
+    path, device = Path(name), "cuda" if torch.cuda.is_available() else "cpu"
+    if (path / "ckpt.pt").is_file() or path.suffix == ".pt":
+        path = path if path.suffix == ".pt" else path / "ckpt.pt"
+        ckpt = load_checkpoint(path)
+        model, c = build(ckpt), ckpt["config"]
+        model.stack, model.sees = list(model.h), [None] * len(model.h)
+        known = {"label": f"{ckpt['arm']}/seed{ckpt['seed']}", "home": path.parent, "positions": c["block_size"]}
+        known |= {
+            "removal": c["removal"],
+            "routing": c["routing"],
+            "dataset": c["dataset"],
+            "vocab_size": c["vocab_size"],
+        }
+        known |= {"data": ckpt["data"], "tokenizer": None, "bos": None}
+        return model.to(device, getattr(torch, dtype)), known
+    if path.is_dir() and not (path / "config.json").is_file():
+        raise UserError(f"{name} holds neither ckpt.pt nor config.json: name a run folder or a transformers model")
+    import transformers
+    from transformers import AttentionInterface, AttentionMaskInterface, AutoModelForCausalLM, AutoTokenizer
+    from transformers.masking_utils import sdpa_mask
+
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+    AttentionInterface.register("tapped", tapped_attention)
+    AttentionMaskInterface.register("tapped", sdpa_mask)  # sliding-window layers keep their mask
+    try:
+        model, info = AutoModelForCausalLM.from_pretrained(
+            name, dtype=getattr(torch, dtype), attn_implementation="tapped", output_loading_info=True
+        )
+    except Exception as e:  # whatever a hub, a config or a damaged file can raise
+        why = str(e).strip().splitlines()
+        raise UserError(
+            f"model {name!r} can't be loaded ({why[0][:200] if why else type(e).__name__}): name a run folder, a ckpt.pt,"
+            f" a folder of a transformers model, or one on the hub (offline, it must have been downloaded before)"
+        ) from None
+    if lost := sorted([*info["missing_keys"], *(str(k) for k in info["mismatched_keys"])]):
+        raise UserError(f"model {name!r} lacks weights ({len(lost)}, such as {lost[0]}): it is no whole checkpoint")
+    config = model.config.get_text_config()
+    lists = [(n, m) for n, m in model.named_modules() if isinstance(m, torch.nn.ModuleList)]
+    where, stack = next(((n, m) for n, m in lists if len(m) == config.num_hidden_layers), (None, None))
+    if stack is None:
+        raise UserError(f"model {name!r} ({config.model_type}) has no list of {config.num_hidden_layers} layers")
+    model.stack, model.sees, model.calls, model.tap = list(stack), [None] * len(stack), [0] * len(stack), None
+    model.names = [f"{where}.{i} ({type(layer).__name__})" for i, layer in enumerate(stack)]
+    for i, layer in enumerate(stack):
+        for module in layer.modules():
+            module.tapped = (model, i)
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(name)
+    except Exception:  # none there: --data may still do
+        tokenizer = None
+    positions = getattr(config, "max_position_embeddings", None)
+    known = {"label": path.resolve().name if path.is_dir() else name, "home": None, "positions": positions}
+    known |= {"removal": "none", "routing": True, "dataset": None, "vocab_size": config.vocab_size, "data": {}}
+    known |= {"tokenizer": tokenizer, "type": config.model_type}
+    bos = config.bos_token_id if tokenizer is None or tokenizer.bos_token_id is None else tokenizer.bos_token_id
+    return model.to(device).eval(), known | {"bos": bos}
+
+
+def read_windows(known, data, text, windows, length, bos):
+    """
+    The text to measure on -> (tokens (n, T + 1), or (n, T + 2) with bos, and where they come from).
+
+    Raises UserError where the tokens are not the model's own, or too few.
+    """
+    label, folder = known["label"], Path("data") / (data or known["dataset"] or "")
+    if text is None and not (data or known["dataset"]):
+        raise UserError(f"say on which text to measure {label}: --data=NAME or --text=FILE")
+    if text is not None:
+        source, characters = Path(text).name, prepare.read_text(text)
+        tokens = np.array(encode(characters, known), np.int64)
+        if len(tokens) and tokens.max() >= known["vocab_size"]:
+            raise UserError(
+                f"{label}: its tokenizer gives id {tokens.max()}, its vocabulary ends at {known['vocab_size']}"
+            )
+    else:
+        source = folder.name
+        _, tokens, meta = prepare.load(folder, known["vocab_size"])
+        fits(known, folder, meta)
+    T = length or min(known["positions"] or 1024, 1024) - (
+        bos and known["positions"] is not None and known["positions"] <= 1024
+    )
+    if T < 2:
+        raise UserError(f"--window_length={T} must be at least 2: own values are removed from position 1 on")
+    if known["positions"] is not None and T + bos > known["positions"]:
+        raise UserError(f"--window_length={T}{' and --bos' if bos else ''}: {label} has {known['positions']} positions")
+    if len(tokens) < T + 1:
+        raise UserError(
+            f"{text or folder} has {len(tokens)} tokens, too few for one window of {T} + 1: set --window_length"
+        )
+    w = np.asarray(prepare.windows(tokens, T)[:windows], np.int64)
+    if bos:
+        if known["bos"] is None:
+            raise UserError(f"{label} has no beginning-of-text token: leave out --bos")
+        w = np.concatenate([np.full((len(w), 1), known["bos"]), w], 1)
+    return w, source
+
+
+def encode(text, known):
+    """Token ids of text under the model's own tokenizer."""
+    if known["tokenizer"] is not None:
+        return known["tokenizer"](text, add_special_tokens=False, verbose=False)["input_ids"]
+    if known["dataset"] is None:
+        raise UserError(f"{known['label']} comes without a tokenizer, so --text can't be read: use --data=NAME")
+    meta = prepare.read_json(Path("data") / known["dataset"] / "meta.json")
+    if meta["tokenizer"] == "gpt2":
+        import tiktoken
+
+        return tiktoken.get_encoding("gpt2").encode_ordinary(text)
+    ids = {c: i for i, c in enumerate(meta["characters"])}
+    if strange := sorted(set(text) - set(ids)):
+        raise UserError(
+            f"the text holds {strange[0]!r}, which is no character of data/{known['dataset']}: the model can't read it"
+        )
+    return [ids[c] for c in text]
+
+
+def fits(known, folder, meta):
+    """Raises UserError if the tokens of a prepared folder mean something else to the model."""
+    bad = f"the tokens of {folder} are not those of {known['label']}"
+    if known["dataset"] is not None:  # ours: the data it was trained on, or the same vocabulary
+        if meta["sha256"]["val"] == known["data"].get("val_sha256"):
+            return
+        own = prepare.read_json(Path("data") / known["dataset"] / "meta.json")
+        if (own["tokenizer"], own.get("characters")) != (meta["tokenizer"], meta.get("characters")):
+            raise UserError(f"{bad}, which was trained on data/{known['dataset']}: its vocabulary is another")
+    elif meta["tokenizer"] not in ("gpt2", None):  # None: a folder of nanoGPT, which says nothing
+        raise UserError(f"{bad} (tokenizer {meta['tokenizer']}): use --text=FILE")
+    elif known["tokenizer"] is None and known["type"] != "gpt2":
+        raise UserError(f"{bad}, as far as one can tell: it comes without a tokenizer")
+    elif known["tokenizer"] is not None and encode("Hello world, information", known) != [15496, 995, 11, 1321]:
+        raise UserError(f"{bad}, whose tokenizer is not GPT-2's: use --text=FILE")
+
+
+# measuring
+
+ROWS = 8192  # tokens that go through a model together
+
+
+@contextlib.contextmanager
+def returning(layers, outputs):
+    """Inside, each layer returns the given output in place of computing it."""
+    before = [layer.__dict__.get("forward") for layer in layers]
+    for layer, output in zip(layers, outputs, strict=True):
+        layer.forward = lambda *args, output=output, **kwargs: output
+    try:
+        yield
+    finally:
+        for layer, forward in zip(layers, before, strict=True):
+            if forward is None:
+                del layer.forward
+            else:
+                layer.forward = forward
+
+
+def repeat(output, n):
+    """The output of a layer for a batch that is repeated n times."""
+    if isinstance(output, tuple):
+        return tuple(repeat(x, n) for x in output)
+    return output.repeat(n, *[1] * (output.dim() - 1)) if torch.is_tensor(output) else output
+
+
+@torch.no_grad()
+def token_losses(model, w, keep=False):
+    """
+    Cross-entropy of each token in nats, and what the layers gave.
+
+    w: (B, T + 1) token ids -> (B, T) float32 or wider; the outputs of all layers with keep, else of the last one. The
+    logits of a transformers model are never in memory at once: it is asked for a few positions at a time, and its
+    layers, which have run, return what they gave.
+    """
+    ids, targets, outputs = w[:, :-1], w[:, 1:], []
+    hooks = [m.register_forward_hook(lambda _m, _a, x: outputs.append(x)) for m in model.stack[0 if keep else -1 :]]
+    try:
+        if isinstance(model, GPT):
+            return model(ids, targets, per_token=True)[1], outputs
+        B, T = ids.shape
+        part = max(1, 2**25 // (B * model.config.get_text_config().vocab_size))  # 128 MiB of float32 logits at a time
+        sliced = "logits_to_keep" in inspect.signature(model.forward).parameters
+        losses = []
+        for t in torch.arange(T, device=ids.device).split(part if sliced else T):
+            again = returning(model.stack, [outputs[-1]] * len(model.stack)) if losses else contextlib.nullcontext()
+            with again:
+                logits = model(ids, use_cache=False, **({"logits_to_keep": t} if sliced else {})).logits  # (B, t, V)
+            while hooks:
+                hooks.pop().remove()
+            for a, b in zip(logits.split(part, 1), targets[:, t].split(part, 1), strict=True):
+                wide = a.to(torch.promote_types(a.dtype, torch.float32)).flatten(0, 1)
+                losses.append(torch.nn.functional.cross_entropy(wide, b.flatten(), reduction="none").view(b.shape))
+        return torch.cat(losses, 1), outputs
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def check_eager(model, w):
+    """Raises UserError unless each layer called our attention once, and the loss is the one of the model's own."""
+    model.calls = [0] * len(model.stack)
+    tapped = float(token_losses(model, w)[0].mean())
+    for name, n in zip(model.names, model.calls, strict=True):
+        if n != 1:
+            raise UserError(
+                f"{model.config.model_type}: layer {name} called the attention interface {n} times in a forward pass, not"
+                f" once: this architecture can't be measured"
+            )
+    model.set_attn_implementation("eager")
+    eager = float(token_losses(model, w)[0].mean())
+    model.set_attn_implementation("tapped")
+    if not abs(tapped - eager) <= (1e-4 if model.dtype in (torch.float32, torch.float64) else 0.05):
+        raise UserError(
+            f"{model.config.model_type}: the loss through our attention is {tapped:.5f}, through its own {eager:.5f}: its"
+            " attention does something that is not implemented"
+        )
+
+
+def measuring(found, sees):
+    """A tap that leaves y as it is and keeps own, null and across of each layer, (B, H), in found[layer]."""
+
+    def tap(layer, y, v):  # (B, H, T, D), (B, H_kv, T, D)
+        H, K = y.shape[1], v.shape[1]
+        a = unit(y.double()).unflatten(1, (K, H // K))  # (B, H_kv, H / H_kv, T, D): head h reads group h // (H / H_kv)
+        b = unit(v.double()).unsqueeze(2)  # (B, H_kv, 1, T, D)
+        own = (a * b).sum(-1)[..., 1:].mean(-1).flatten(1)  # position 0 is left out: there y = v
+        null = causal_null(a, b, sees[layer]).flatten(1)
+        across = torch.full_like(own, torch.nan)
+        if 1 < K < H:
+            across = (a * (b.sum(1, keepdim=True) - b)).sum(-1)[..., 1:].mean(-1).flatten(1) / (K - 1)
+        found[layer] = torch.stack([own, null, across]).cpu().numpy(), K  # (3, B, H)
+        return y
+
+    return tap
+
+
+def removing(plan, first=1):
+    """
+    A tap that removes own values: plan = {layer: [heads of the first replica of the batch, of the second, ...]}.
+
+    From position `first` on, as own is measured; every other head and layer stays as it is, to the bit.
+    """
+
+    def tap(layer, y, v):  # (n B, H, T, D), (n B, H_kv, T, D)
+        if layer not in plan:
+            return y
+        y, group = y.clone(), y.shape[1] // v.shape[1]
+        n = len(plan[layer])
+        for heads, part, own in zip(plan[layer], y.chunk(n), v.chunk(n), strict=True):
+            if heads:
+                values = own[:, [h // group for h in heads], first:]
+                part[:, heads, first:] = remove_direction(part[:, heads, first:], values)
+        return y
+
+    return tap
+
+
+def measure(model, w, bos=False, interventions=False, path=None, layers=None):
+    """
+    Every measure of every head, window by window.
+
+    w: (n, T + 1) token ids. layers: those in which to remove (default all). path: a file that keeps what is measured,
+    for a resume. Returns ({"loss": (n,), "delta_all": (n,), "own", "null", "across", "delta": (n, layers, heads)},
+    H_kv), float64 with NaN where nothing was measured. Memory beyond these does not grow with n.
+    """
+    device, T = next(model.parameters()).device, w.shape[1] - 1
+    mean = lambda losses: losses[:, int(bos) :].double().mean(1).cpu().numpy()  # noqa: E731  (B,)
+    first = torch.as_tensor(w[:1]).to(device)
+    if not isinstance(model, GPT):
+        check_eager(model, first)
+    found = {}
+    model.tap = measuring(found, model.sees)
+    token_losses(model, first)
+    shapes = {(x.shape[-1], K) for x, K in found.values()}
+    if len(shapes) > 1:
+        raise UserError(f"the layers differ in their numbers of heads and groups ({shapes}): not implemented")
+    (H, K), L, n = shapes.pop(), len(model.stack), len(w)
+    shape = {"loss": (n,), "delta_all": (n,)} | dict.fromkeys(("own", "null", "across", "delta"), (n, L, H))
+    key = measurement_key(model, w, bos)
+    x = resumed(path, key, shape) or {name: np.full(s, np.nan) for name, s in shape.items()}
+    layers = [] if not interventions else range(L) if layers is None else layers
+    batch = max(1, ROWS // (T * H if layers else T))  # all heads of a layer together, if they fit
+    together = max(1, ROWS // (T * batch))
+    saved = time.monotonic()
+
+    def save():
+        if path is not None:
+            with whole_file(path, "wb") as f:
+                np.savez(f, key=np.array(key), **x)
+
+    bar = tqdm(total=n * (1 + (1 + len(layers) * H if layers else 0)), unit="window", leave=False, disable=None)
+    try:
+        for start in range(0, n, batch):
+            rows = slice(start, start + batch)
+            size = len(x["loss"][rows])
+            todo = [layer for layer in layers if np.isnan(x["delta"][rows, layer]).any()]
+            total = bool(layers) and np.isnan(x["delta_all"][rows]).any()
+            bar.update(size * ((len(layers) - len(todo)) * H + (bool(layers) and not total)))
+            if todo or total or np.isnan(x["loss"][rows]).any():
+                ids = torch.as_tensor(w[rows]).to(device)
+                model.tap = measuring(found, model.sees)
+                losses, outputs = token_losses(model, ids, keep=bool(todo))
+                loss = mean(losses)
+                if not np.isfinite(loss).all():
+                    raise UserError("the loss is not finite: the weights of this model have diverged")
+                for layer, (values, _) in found.items():
+                    x["own"][rows, layer], x["null"][rows, layer], x["across"][rows, layer] = values
+                x["loss"][rows] = loss
+            bar.update(size)
+            if total:
+                model.tap = removing({layer: [list(range(H))] for layer in range(L)})
+                x["delta_all"][rows] = mean(token_losses(model, ids)[0]) - loss
+                bar.update(size)
+            for layer in todo:
+                for h in range(0, H, together):
+                    heads = list(range(h, min(h + together, H)))
+                    model.tap = removing({layer: [[head] for head in heads]})
+                    # below the layer nothing changes: what the last one of those gave is all that the rest is fed
+                    below = [repeat(outputs[layer - 1], len(heads))] * layer if layer else []
+                    with returning(model.stack[:layer], below):
+                        removed = mean(token_losses(model, ids.repeat(len(heads), 1))[0])
+                    x["delta"][rows, layer, heads] = (removed.reshape(len(heads), size) - loss).T
+                    bar.update(size * len(heads))
+                if time.monotonic() - saved > 10:
+                    save()
+                    saved = time.monotonic()
+    finally:
+        bar.close()
+        model.tap = None
+        save()
+    return x, K
+
+
+def measurement_key(model, w, bos):
+    """A hash of all that the numbers depend on: weights, config, windows, and the code that measures."""
+    config = model.config if isinstance(model, GPT) else model.config.to_json_string()
+    parts = [config, model.sees, bos, w.shape, torch.__version__, str(next(model.parameters()).device.type)]
+    parts += [(k, p.dtype, p.shape, p.sum(dtype=torch.float64).item()) for k, p in model.state_dict().items()]
+    code = [Path(__file__).with_name(name).read_bytes() for name in ("analyze.py", "model.py")]
+    return hashlib.sha256(b"".join([repr(parts).encode(), np.ascontiguousarray(w).tobytes(), *code])).hexdigest()
+
+
+def resumed(path, key, shape):
+    """What an earlier call has measured under the same key, or None."""
+    try:
+        with np.load(path) as f:
+            return {name: f[name] for name in shape} if str(f["key"]) == key else None
+    except (TypeError, OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile):  # not there, or damaged
+        return None
+
+
+# from the measures to a report
+
+PREDICTORS = {"stat": "own", "null": "null", "own_minus_null": "own − null"}
+
+
+def summarize(x, n_kv_head):
+    """What measure() found -> the parts of heads.json that follow from it: loss, delta_all, heads, summary."""
+    value = lambda a: float(a) if np.isfinite(a) else None  # noqa: E731
+    n, L, H = x["own"].shape
+    flat = {k: x[k].reshape(n, L * H) for k in ("own", "null", "across", "delta")}
+    means = {k: [value(m) for m in a.mean(0)] for k, a in flat.items()}
+    se = [value(s) for s in flat["delta"].std(0, ddof=1) / math.sqrt(n)] if n > 1 else [None] * (L * H)
+    heads = [
+        {"layer": i // H, "head": i % H} | {k: means[k][i] for k in flat} | {"delta_se": se[i]} for i in range(L * H)
+    ]
+    own, null = flat["own"].mean(), flat["null"].mean()
+    difference = paired(flat["own"].mean(1), flat["null"].mean(1))  # over windows
+    s = {
+        "own": value(own),
+        "null": value(null),
+        "own_minus_null": value(own - null),
+        "own_minus_null_ci95": difference["ci95"],
+        "explained": value(null / own) if abs(own) >= 0.01 else None,
+        "across": value(flat["across"].mean()),
+    }
+    effects = bool(np.isfinite(flat["delta"]).all())
+    for name, a in (("r_stat", flat["own"]), ("r_delta", flat["delta"])):
+        halves = (
+            split_half(a) if name == "r_stat" or effects else dict.fromkeys(("r", "spearman_brown", "mean", "ci95"))
+        )
+        s |= {name: halves["r"]} | {f"{name}_{k}": halves[k] for k in ("spearman_brown", "mean", "ci95")}
+    statistics = {"stat": flat["own"], "null": flat["null"], "own_minus_null": flat["own"] - flat["null"]}
+    for name, a in statistics.items():
+        found = predicts(a, flat["delta"]) if effects else dict.fromkeys(("pearson", "spearman", "ci95"))
+        s |= {f"r_{name}_delta": found["pearson"], f"r_{name}_delta_spearman": found["spearman"]}
+        s[f"r_{name}_delta_ci95"] = found["ci95"]
+    ok = all(s[k] is not None and s[k] > 0 for k in ("r_stat", "r_delta"))
+    s["r_stat_delta_ceiling"] = math.sqrt(s["r_stat"] * s["r_delta"]) if ok else None
+    rs = {PREDICTORS[k]: abs(s[f"r_{k}_delta"]) for k in PREDICTORS if s[f"r_{k}_delta"] is not None}
+    s["best_predictor"] = max(rs, key=rs.get) if rs else None
+    loss, delta_all = value(x["loss"].mean()), value(x["delta_all"].mean())
+    return {"n_layer": L, "n_head": H, "n_kv_head": n_kv_head, "loss": loss, "delta_all": delta_all, "heads": heads, "summary": s}  # fmt: skip
+
+
+def between(ci, spec="+.2f"):
+    return "–" if ci is None else f"[{ci[0]:{spec}}, {ci[1]:{spec}}]"
+
+
+def markdown_heads(r):
+    """heads.json -> heads.md: the numbers, and for each what it says."""
+    s = r["summary"]
+    text = f"# {r['model']}: heads\n\n"
+    groups = "" if r["n_kv_head"] == r["n_head"] else f" in {r['n_kv_head']} key-value groups"
+    text += (
+        f"{r['n_layer']} layers × {r['n_head']} heads{groups}, {r['parameters']:,} parameters, {r['dtype']}; {r['windows']:,}"
+        f" windows of {r['window_length']:,} tokens ({r['tokens']:,}) of {r['text']},"
+        f" {'with' if r['bos'] else 'without'} a beginning-of-text token in front. Untouched loss {number(r['loss'])} nats"
+        " per token.\n"
+    )
+    rows = [
+        ["own", number(s["own"], "+.3f"), "cosine of a head's output with its own value"],
+        ["null", number(s["null"], "+.3f"), "cosine with the values of earlier positions: what geometry alone gives"],
+        ["own − null", f"{number(s['own_minus_null'], '+.3f')} {between(s['own_minus_null_ci95'], '+.3f')}", "what is left for the head's own value, 95% over windows"],
+        ["explained", number(s["explained"], ".1%"), "share of own that the null accounts for (– where own is near 0)"],
+        ["across", number(s["across"], "+.3f"), "cosine with the values of other groups (– without grouped queries)"],
+        ["delta_all", number(r["delta_all"], "+.4f"), "loss added by removing the own value in all heads at once"],
+        ["r_stat", f"{number(s['r_stat'], '.3f')} {between(s['r_stat_ci95'])}", f"does other text rank the heads alike by own? Spearman-Brown {number(s['r_stat_spearman_brown'], '.3f')}"],
+        ["r_delta", f"{number(s['r_delta'], '.3f')} {between(s['r_delta_ci95'])}", f"and by delta, the loss added by one head? Spearman-Brown {number(s['r_delta_spearman_brown'], '.3f')}"],
+    ]  # fmt: skip
+    for k, name in PREDICTORS.items():
+        r_, rho = s[f"r_{k}_delta"], number(s[f"r_{k}_delta_spearman"], ".2f")
+        what = f"does {name} on one half predict delta on the other? Spearman {rho}"
+        ceiling = f", ceiling {number(s['r_stat_delta_ceiling'], '.2f')}" if k == "stat" else ""
+        rows.append([f"r_{k}_delta", f"{number(r_, '.3f')} {between(s[f'r_{k}_delta_ci95'])}", what + ceiling])
+    text += "\n" + table(["measure", "value", "meaning"], rows) + "\n"
+    n = f"{r['windows']:,} windows, {r['tokens']:,} tokens, {r['n_layer'] * r['n_head']} heads"
+    text += f"\nEvery r is over heads, from {n}; it grows with the text. In brackets: 95% over random halves.\n"
+    if s["best_predictor"]:
+        text += f"\nDelta is predicted best by {s['best_predictor']}, by the size of r.\n"
+    if r["removal"] != "none":
+        text += (
+            f"\nThis model removes a direction itself ({r['removal']}); own and null are of the output before that.\n"
+        )
+    if r["removal"] == "self":
+        text += "It is the own value, so every delta is zero by construction.\n"
+    if not r["routing"]:
+        text += "\nIts positions see themselves only: null is over all earlier positions, though none is seen.\n"
+    return text
+
+
+def three_checks(report, heads, removals=None):
+    """
+    Study B's three checks as one verdict: lines of Markdown.
+
+    report: report.json of an experiment. heads: {folder: heads.json}, of models measured beside it. removals: {arm: the
+    direction that it removes}; by default an arm is called by it. A number that is missing is said to be missing.
+    """
+    lines = ["## Three checks", ""]
+    for folder, r in heads.items():
+        s, name = r["summary"], f"{r['model']} ({r['windows']:,} windows, {r['tokens']:,} tokens)"
+        noise = f"r_stat {number(s['r_stat'], '.3f')} {between(s['r_stat_ci95'])}, r_delta {number(s['r_delta'], '.3f')} {between(s['r_delta_ci95'])}"  # fmt: skip
+        said = [f"other text gives {'much' if v > 0.5 else 'little of'} the same order of heads by {k}" for k, v in (("own", s["r_stat"]), ("delta", s["r_delta"])) if v is not None]  # fmt: skip
+        said = ", and ".join(said) or "not measured"
+        lines.append(f"- Noise floor, {name}: {noise}: {said} ([figure]({folder}/heads_halves.png)).")
+        null = f"explained {number(s['explained'], '.1%')}, own − null {number(s['own_minus_null'], '+.3f')} {between(s['own_minus_null_ci95'], '+.3f')}"  # fmt: skip
+        ci = s["own_minus_null_ci95"]
+        above = "not decided" if ci is None or ci[0] <= 0 <= ci[1] else "above" if ci[0] > 0 else "below"
+        said = f"on these windows, alignment with the own value is {above} what earlier positions give by geometry"
+        if above == "not decided":
+            said = "whether alignment with the own value is above what geometry gives is not decided by these windows"
+        lines.append(f"- Geometric null, {name}: {null}: {said} ([figure]({folder}/heads_map.png)).")
+    removals = removals or {arm: arm for arm in report["arms"]}
+    planned = [
+        c
+        for c in report["contrasts"]
+        if removals.get(c["a"]) == "self" and removals.get(c["b"]) in ("fixed", "rotated")
+    ]
+    for c in planned:
+        verdict_ = verdict(c, report["alpha"])
+        said = {
+            "lower": "the gain needs the own value, not just any such direction",
+            "equivalent": "the control does as well",
+        }
+        said = said.get(verdict_.split(",")[0], "the own value does worse than the control" if verdict_.startswith("higher") else "not decided")  # fmt: skip
+        lines.append(
+            f"- Direction specificity, {c['a']} − {c['b']}: {number(c['mean'], '+.4f')} nats {between(c['ci95'], '+.4f')},"
+            f" p_holm {number(c['p_holm'], '.2g')}, {verdict_}: {said} ([figure](report.png))."
+        )
+    if not planned:
+        lines.append(
+            "- Direction specificity: no contrast self − fixed or self − rotated is planned here, so it is not tested."
+        )
+    return lines
+
+
+# figures
+
+
+def save_figure(fig, path):
+    for axis in fig.axes:
+        axis.title.set_size(10)
+    with whole_file(path, "wb") as f:
+        fig.savefig(f, dpi=150, format="png", metadata={"Software": None})
+
+
+def figures_heads(out, r, x):
+    """heads_map.png, heads_null.png, heads_halves.png and, with interventions, heads_delta.png."""
+    from matplotlib.figure import Figure
+
+    L, H, n = r["n_layer"], r["n_head"], r["windows"]
+    flat = {k: x[k].reshape(n, L * H) for k in ("own", "null", "across", "delta")}
+    own, null, across, delta = (a.mean(0) for a in flat.values())
+    effects = bool(np.isfinite(delta).all())
+    layer = np.repeat(np.arange(L), H)
+    points = {"c": layer, "cmap": "cividis", "s": 22 if L * H < 400 else 8, "linewidths": 0, "zorder": 2}
+
+    maps = {"own": own, "null": null, "own − null": own - null}
+    fig = Figure(figsize=(4 + 3 * min(4, 0.9 + H / 12), 2 + min(6.5, 0.7 + L / 6)), layout="constrained")
+    limit = max(np.abs(a).max() for a in maps.values()) or 1.0
+    axes = fig.subplots(1, 3, sharey=True)
+    for axis, (name, a) in zip(axes, maps.items(), strict=True):
+        image = axis.imshow(
+            a.reshape(L, H), cmap="PuOr_r", vmin=-limit, vmax=limit, aspect="auto", interpolation="nearest"
+        )
+        axis.set(title=f"{name}, mean {a.mean():+.3f}", xlabel="head")
+        for tick, size in ((axis.set_xticks, H), (axis.set_yticks, L)):
+            tick(range(0, size, max(1, math.ceil(size / 12))))
+    axes[0].set_ylabel("layer")
+    fig.colorbar(image, ax=axes, label="cosine", fraction=0.05)
+    fig.suptitle(r["model"], fontsize=11)
+    save_figure(fig, out / "heads_map.png")
+
+    pairs = [("null", null)] + ([("across", across)] if np.isfinite(across).all() else [])
+    fig = Figure(figsize=(1.2 + 4.4 * len(pairs), 4.4), layout="constrained")
+    axes = fig.subplots(1, len(pairs), squeeze=False)[0]
+    for axis, (name, a) in zip(axes, pairs, strict=True):
+        marks = axis.scatter(a, own, **points)
+        axis.axline((0, 0), slope=1, color="0.6", lw=1, zorder=1)
+        what = {"null": "null: with values of earlier positions", "across": "across: with the other groups' values"}
+        axis.set(xlabel=f"cosine, {what[name]}", ylabel="cosine, own value", title=f"own against {name}, by head")
+    fig.colorbar(marks, ax=axes, label="layer", ticks=range(0, L, max(1, math.ceil(L / 12))))
+    fig.suptitle(r["model"], fontsize=11)
+    save_figure(fig, out / "heads_null.png")
+
+    if effects:
+        fig = Figure(figsize=(5.8, 4.4), layout="constrained")
+        axis = fig.subplots()
+        se = np.array([np.nan if h["delta_se"] is None else h["delta_se"] for h in r["heads"]])
+        axis.errorbar(own, delta, None if n < 2 else se, fmt="none", ecolor="0.75", elinewidth=0.8, zorder=1)
+        marks = axis.scatter(own, delta, **points)
+        axis.axhline(0, color="0.6", lw=1, zorder=0)
+        title = f"removing the own value, by head; r {number(r['summary']['r_stat_delta'], '.2f')} across halves"
+        axis.set(xlabel="cosine, own value", ylabel="delta, loss added (nats per token, ± se)", title=title)
+        fig.colorbar(marks, ax=axis, label="layer", ticks=range(0, L, max(1, math.ceil(L / 12))))
+        fig.suptitle(r["model"], fontsize=11)
+        save_figure(fig, out / "heads_delta.png")
+    if n > 1:
+        halves = [("own (cosine)", flat["own"], "r_stat")] + (
+            [("delta (nats)", flat["delta"], "r_delta")] if effects else []
+        )
+        fig = Figure(figsize=(1.2 + 4.4 * len(halves), 4.4), layout="constrained")
+        axes = fig.subplots(1, len(halves), squeeze=False)[0]
+        for axis, (name, a, k) in zip(axes, halves, strict=True):
+            marks = axis.scatter(a[0::2].mean(0), a[1::2].mean(0), **points)
+            axis.axline([a.mean()] * 2, slope=1, color="0.6", lw=1, zorder=1)
+            s = r["summary"]
+            title = f"{k} {number(s[k], '.3f')}, random halves {between(s[k + '_ci95'])}"
+            axis.set(xlabel=f"{name}, even windows", ylabel=f"{name}, odd windows", title=title)
+        fig.colorbar(marks, ax=axes, label="layer", ticks=range(0, L, max(1, math.ceil(L / 12))))
+        fig.suptitle(f"{r['model']}: {n:,} windows, {r['tokens']:,} tokens", fontsize=11)
+        save_figure(fig, out / "heads_halves.png")
+
+
+def figure_models(path, reports):
+    """Explained and own of several models against their size."""
+    from matplotlib.figure import Figure
+
+    fig = Figure(figsize=(11, 4.6), layout="constrained")
+    for axis, k in zip(fig.subplots(1, 2), ("explained", "own"), strict=True):
+        for i, r in enumerate(reports):
+            if r["summary"][k] is not None:
+                axis.scatter(
+                    r["parameters"],
+                    r["summary"][k],
+                    40,
+                    color=COLOURS[i % 7],
+                    marker=MARKERS[i // 7 % 4],
+                    label=r["model"],
+                )
+        axis.set(xscale="log", xlabel="parameters", ylabel=k, title=f"{k} against model size")
+        axis.spines[["top", "right"]].set_visible(False)
+    fig.legend(*fig.axes[1].get_legend_handles_labels(), loc="outside right center", frameon=False, fontsize=8)
+    save_figure(fig, path)
+
+
+def write_csv(path, rows):
+    with whole_file(path) as f:
+        writer = csv.DictWriter(f, list(rows[0]), lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(rows)  # None becomes an empty field
+
+
+def heads_of(name, out, flags):
+    """Measure one model and write its folder -> the contents of its heads.json."""
+    dtype, bos = flags.get("dtype", "float32"), flags.get("bos", False)
+    model, known = open_model(name, dtype)
+    w, text = read_windows(
+        known, flags.get("data"), flags.get("text"), flags.get("windows", 64), flags.get("window_length"), bos
+    )
+    out = out(known) if callable(out) else out
+    out.mkdir(parents=True, exist_ok=True)
+    x, n_kv_head = measure(model, w, bos, flags.get("interventions", False), out / "heads.npz")
+    found = summarize(x, n_kv_head)
+    T = w.shape[1] - 1 - bos
+    r = {k: found.pop(k) for k in ("n_layer", "n_head", "n_kv_head")}
+    r = {"model": known["label"]} | r | {"windows": len(w), "window_length": T, "tokens": len(w) * T} | found
+    r |= {"dtype": dtype, "bos": bos, "text": text, "parameters": sum(p.numel() for p in model.parameters())}
+    r |= {"removal": known["removal"], "routing": known["routing"]}
+    rows = [h | {"own_minus_null": h["own"] - h["null"]} for h in r["heads"]]
+    figures_heads(out, r, x)
+    write_csv(out / "heads.csv", rows)
+    with whole_file(out / "heads.md") as f:
+        f.write(markdown_heads(r))
+    with whole_file(out / "heads.json") as f:
+        json.dump(r, f, indent=1, allow_nan=False)
+    print(markdown_heads(r))
+    print(f"written: {out}/heads.json, heads.md, heads.csv, figures")
+    return r
+
+
+HEADS_FLAGS = {"data": str, "text": str, "windows": int, "window_length": int, "interventions": bool, "bos": bool}
+HEADS_FLAGS |= {"dtype": str, "out": str, "help": bool}
+
+
+def heads_command(names, flags):
+    if not names:
+        raise UserError("name one MODEL or more: python analyze.py heads RUN_FOLDER | ckpt.pt | TRANSFORMERS_MODEL ...")
+    if "data" in flags and "text" in flags:
+        raise UserError("--data and --text both say on which text to measure: give one of them")
+    if flags.get("windows", 1) < 1:
+        raise UserError(f"--windows={flags['windows']} must be at least 1")
+    if flags.get("dtype", "float32") not in DTYPES:
+        raise UserError(
+            f"unknown --dtype={flags['dtype']}{prepare.nearest(flags['dtype'], DTYPES)}: {', '.join(DTYPES)}"
+        )
+    if len(names) == 1:
+        default = lambda known: (
+            known["home"] / "heads" if known["home"] else Path("out/heads") / Path(known["label"]).name
+        )  # noqa: E731, E501  fmt: skip
+        heads_of(names[0], Path(flags["out"]) if "out" in flags else default, flags)
+        return
+    out, reports = Path(flags.get("out", "out/heads")), []
+    for i, name in enumerate(names):
+        ends = [Path(os.path.normpath(x)).parts for x in names]  # as much of each name as tells it from the others
+        k = next(k for k in range(1, 99) if [e[-k:] for e in ends].count(ends[i][-k:]) == 1 or k > len(ends[i]))
+        reports.append(heads_of(name, out / "-".join(part.strip("/") for part in ends[i][-k:]), flags))
+    rows = [
+        {k: r[k] for k in ("model", "parameters", "n_layer", "n_head", "n_kv_head", "windows", "window_length", "loss", "delta_all")}
+        | {k: json.dumps(v) if isinstance(v, list) else v for k, v in r["summary"].items()}
+        for r in reports
+    ]  # fmt: skip
+    write_csv(out / "models.csv", rows)
+    figure_models(out / "models.png", reports)
+    keys = ("own", "null", "explained", "r_stat", "r_delta", "r_stat_delta")
+    rows = [[r["model"], f"{r['parameters']:,}", *(number(r["summary"][k], ".3f") for k in keys)] for r in reports]
+    print(table(["model", "parameters", *keys], rows))
+    print(f"written: {out}/models.csv, models.png")
+
+
 def main(argv):
-    words, flags = prepare.parse(argv, {"help": bool})
+    words, flags = prepare.parse(argv, HEADS_FLAGS if argv[:1] == ["heads"] else {"help": bool})
     if flags.get("help") or not words:
         print(__doc__.strip())
     elif words[0] == "runs":
         if len(words) != 2:
             raise UserError("name one experiment: python analyze.py runs OUT")
         runs_command(words[1])
+    elif words[0] == "heads":
+        heads_command(words[1:], flags)
     else:
-        raise UserError(f"unknown command {words[0]!r}: runs")
+        raise UserError(f"unknown command {words[0]!r}: runs or heads")
 
 
 if __name__ == "__main__":
