@@ -2,11 +2,19 @@
 Checkpoints -> a verdict.
 
     python analyze.py runs OUT      paired statistics, audit and figure of an experiment that train.py made
+    python analyze.py heads MODEL... [--data=NAME | --text=FILE] [--windows=64] [--window_length=T] [--interventions]
+                                     [--bos] [--dtype=float32] [--out=DIR]
 
 `runs` reads OUT/plan.json and each run's log.jsonl, re-measures every checkpoint that is there, and writes report.json,
 report.md and report.png into OUT. All losses are nats per token.
 
-remove_direction (in model.py), paired and holm are plain functions of arrays: copy them.
+`heads` measures how far each attention head's output points along its own value (own), how far geometry alone would
+have it so (null), and with --interventions what removing the own value does to the loss (delta). MODEL is a run folder,
+a ckpt.pt, or a transformers model that runs on its attention interface. Writes heads.json, heads.csv, heads.md and
+figures into RUN/heads, or out/heads/MODEL; heads.npz beside them holds what is measured, so interrupted work resumes.
+Default text: what a run was validated on, the first 64 windows of at most 1,024 tokens.
+
+remove_direction (in model.py), paired, holm, causal_null and split_half are plain functions of arrays: copy them.
 """
 
 import contextlib
@@ -495,6 +503,9 @@ def runs_command(out):
     out = Path(out)
     report, plan, runs = report_runs(out)
     text = markdown(report, plan, Path(plan["config"]["out_dir"]).name)
+    if heads := {str(p.parent.relative_to(out)): prepare.read_json(p) for p in sorted(out.rglob("heads.json"))}:
+        removals = {arm: (plan["config"] | flags)["removal"] for arm, flags in plan["arms"].items()}
+        text += "\n" + "\n".join(three_checks(report, heads, removals)) + "\n"
     with whole_file(out / "report.json") as f:
         json.dump(report, f, indent=1, allow_nan=False)
     with whole_file(out / "report.md") as f:
@@ -505,7 +516,7 @@ def runs_command(out):
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# heads: how far each head's output points along its own value, and what removing that direction does
+# heads, statistics: arrays in, plain values out
 
 
 def unit(x):
@@ -519,38 +530,44 @@ def causal_null(y, v, window=None):
 
     y: (..., T, D) head outputs, v: (..., T, D) values, broadcast against each other, T >= 2. window: how many positions
     a query sees, itself included (>= 2; None: all up to itself). Returns (...) float64: the mean over i >= 1 of
-    (1/n_i) sum_j cos(y_i, v_j) over the n_i positions j < i that i sees. Exact and linear in T: a mean of cosines with
-    y_i is the dot product with a mean of unit values, so a running sum of them is all it takes. Float64, as a sliding
+    (1/n_i) sum_j cos(y_i, v_j) over the n_i positions j < i that i sees. Exact and linear in T: the mean of cosines
+    with y_i is the dot product with the mean of unit values, and a running sum of them gives that. In float64, as a
     window is the difference of two running sums, which would cancel in float32.
     """
     if window is not None and window < 2:
         raise ValueError(f"window={window}: a position that sees itself only has no earlier position")
     y, v = unit(y.double()), unit(v.double())
-    T = y.shape[-2]
-    before = torch.nn.functional.pad(v.cumsum(-2)[..., :-1, :], (0, 0, 1, 0))  # (..., T, D): the sum over j < i
-    seen = torch.arange(T, device=y.device)  # n_i
-    if window is not None and window < T:
-        before = before - torch.nn.functional.pad(before, (0, 0, window - 1, 0))[..., :T, :]
-        seen = seen.clamp(max=window - 1)
+    seen = torch.arange(y.shape[-2], device=y.device)  # n_i
+    before = v.cumsum(-2).roll(1, -2)  # (..., T, D): the sum over j < i
+    before[..., 0, :] = 0
+    if window is not None and window < len(seen):
+        older = before.roll(window - 1, -2)
+        older[..., : window - 1, :] = 0
+        before, seen = before - older, seen.clamp(max=window - 1)
     return ((y * before).sum(-1)[..., 1:] / seen[1:]).mean(-1)
 
 
 def pearson(a, b):
-    """Pearson correlation of two (n,) arrays, or None where it is not defined: a spread that is rounding at most."""
-    spread = min(np.ptp(x) - 64 * np.finfo(float).eps * np.abs(x).max(initial=0) for x in (a, b)) if len(a) > 1 else 0
-    return float(np.corrcoef(a, b)[0, 1]) if spread > 0 and np.isfinite(spread) else None
+    """Pearson correlation of two (n,) arrays; None where it is not defined: one of them varies by rounding at most."""
+    varies = all(len(x) > 1 and np.ptp(x) > 64 * np.finfo(float).eps * np.abs(x).max() for x in (a, b))
+    return float(np.corrcoef(a, b)[0, 1]) if varies else None
 
 
-def random_halves(n, draws, seed):
-    """Pairs of index arrays: n distinct windows split at random, then each half resampled from itself."""
-    rng = np.random.default_rng(seed)
+def spearman(a, b):
+    return pearson(stats.rankdata(a), stats.rankdata(b))
+
+
+def over_halves(statistic, n, draws, seed):
+    """
+    Mean and central 95% of statistic(i, j) over random halves i, j of n windows; (None, None) where there are none.
+
+    Distinct windows are split first, so that none is on both sides, then each half is resampled from itself.
+    """
+    rng, values = np.random.default_rng(seed), []
     for _ in range(draws if n > 1 else 0):
         order = rng.permutation(n)
-        yield tuple(rng.choice(half, len(half)) for half in (order[: (n + 1) // 2], order[(n + 1) // 2 :]))
-
-
-def interval(values):
-    """Mean and central 95% of a list of numbers, without its Nones: (None, None) where none is left."""
+        i, j = (rng.choice(half, len(half)) for half in (order[: (n + 1) // 2], order[(n + 1) // 2 :]))
+        values.append(statistic(i, j))
     values = [x for x in values if x is not None]
     return (float(np.mean(values)), [float(q) for q in np.quantile(values, (0.025, 0.975))]) if values else (None, None)
 
@@ -561,12 +578,12 @@ def split_half(x, draws=1000, seed=0):
 
     x: (windows, heads). Returns r (Pearson correlation over heads between the means of even and of odd windows),
     spearman_brown = 2r / (1 + r), what all the windows together would reach (Spearman 1910, Brown 1910), and mean and
-    ci95 over random halves: distinct windows are split first, so that none is on both sides, then each half is
-    resampled from itself. Resampling adds noise of its own, so mean tends to lie below r. None where not defined.
+    ci95 over random halves, each resampled: that adds noise of its own, so mean tends to lie below r. None where not
+    defined, as with one window.
     """
     x = np.asarray(x, np.float64)
     r = pearson(x[0::2].mean(0), x[1::2].mean(0)) if len(x) > 1 else None
-    mean, ci95 = interval([pearson(x[i].mean(0), x[j].mean(0)) for i, j in random_halves(len(x), draws, seed)])
+    mean, ci95 = over_halves(lambda i, j: pearson(x[i].mean(0), x[j].mean(0)), len(x), draws, seed)
     return {"r": r, "spearman_brown": 2 * r / (1 + r) if r is not None and r > -1 else None, "mean": mean, "ci95": ci95}
 
 
@@ -575,49 +592,42 @@ def predicts(x, d, draws=1000, seed=0):
     Does a statistic foretell an effect on *other* text? x, d: (windows, heads), of the same windows.
 
     Returns pearson and spearman over heads between x on one half and d on the other, averaged both ways over even and
-    odd windows, and ci95 over random halves as in split_half. None where not defined.
+    odd windows, and ci95 of the first over random halves as in split_half. None where not defined.
     """
 
-    def both_ways(i, j, r):
+    def both_ways(i, j, r=pearson):
         found = [r(x[i].mean(0), d[j].mean(0)), r(x[j].mean(0), d[i].mean(0))]
         return None if None in found else float(np.mean(found))
 
-    halves = np.arange(len(x))[0::2], np.arange(len(x))[1::2]
-    ranks = lambda a, b: pearson(stats.rankdata(a), stats.rankdata(b))  # noqa: E731
-    r, rho = (both_ways(*halves, f) if len(x) > 1 else None for f in (pearson, ranks))
-    return {"pearson": r, "spearman": rho, "ci95": interval([both_ways(i, j, pearson) for i, j in random_halves(len(x), draws, seed)])[1]}  # fmt: skip
+    odd_even = [both_ways(slice(0, None, 2), slice(1, None, 2), r) if len(x) > 1 else None for r in (pearson, spearman)]
+    return {"pearson": odd_even[0], "spearman": odd_even[1], "ci95": over_halves(both_ways, len(x), draws, seed)[1]}
 
 
-# the models: ours, and any of transformers that runs on its attention interface
+# ---------------------------------------------------------------------------------------------------------------------
+# heads, models: ours, and any of transformers that runs on its attention interface
 
-HARMLESS = (
-    "position_ids",
-    "cache_position",
-    "use_cache",
-    "sliding_window",
-)  # a window also comes as the mask, read here
+HARMLESS = ("position_ids", "cache_position", "use_cache", "sliding_window")  # the window comes as the mask too
 DTYPES = ("float32", "bfloat16", "float16", "float64")
+ROWS = 8192  # tokens that go through a model together
+LOGITS = 2**25  # logits in memory at a time: 128 MiB of float32
 
 
 def tapped_attention(module, query, key, value, attention_mask, scaling=None, dropout=0.0, is_causal=None, **extra):
     """
-    Attention for every transformers model: what its eager function computes, and the tap of the model on top.
+    Attention for every transformers model: what its own eager function computes, with the model's tap on top.
 
     query: (B, H, T, D), key, value: (B, H_kv, T, D), attention_mask: (B, 1, T, T) of bool, or None for plain causal.
-    Returns (B, T, H, D), None. Raises UserError for anything that it would have to ignore.
+    Returns (B, T, H, D), None. Raises UserError, naming it, for anything that it would have to leave out.
     """
-    model, layer = getattr(module, "tapped", (None, None))
-    name = type(module).__name__
-    if model is None:
-        raise UserError(f"{name} lies outside the stack of layers: this architecture can't be measured")
-    for key_, x in extra.items():
-        if x is not None and x is not False and key_ not in HARMLESS:
-            raise UserError(
-                f"{name} hands its attention {key_!r}, which is not implemented: leaving it out would be wrong"
-            )
+    name, (model, layer) = type(module).__name__, getattr(module, "tapped", (None, None))
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
-    if dropout or (attention_mask is None and not causal):
-        raise UserError(f"{name} asks for {'dropout' if dropout else 'attention that is not causal'}: not implemented")
+    wrong = [k for k, x in extra.items() if x is not None and x is not False and k not in HARMLESS]
+    wrong += ["dropout"] * bool(dropout) + ["attention that is not causal"] * (attention_mask is None and not causal)
+    wrong += ["attention outside its layers"] * (model is None)
+    if wrong:
+        raise UserError(
+            f"{name} asks for {', '.join(wrong)}, not implemented: measuring without would give wrong numbers"
+        )
     model.calls[layer] += 1
     model.sees[layer] = visible(attention_mask, name)
     y = torch.nn.functional.scaled_dot_product_attention(
@@ -644,7 +654,8 @@ def open_model(name, dtype="float32"):
     """
     A run folder, a ckpt.pt, or a transformers model -> (model in evaluation mode, what is known about it).
 
-    The model has a `tap`, and in `stack` its layers. Raises UserError where it can't be had or measured.
+    Both kinds then have `tap`, `stack` (their layers) and `sees` (how many positions a query sees in each, None: all).
+    Raises UserError where there is no such model.
     """
     path, device = Path(name), "cuda" if torch.cuda.is_available() else "cpu"
     if (path / "ckpt.pt").is_file() or path.suffix == ".pt":
@@ -652,96 +663,85 @@ def open_model(name, dtype="float32"):
         ckpt = load_checkpoint(path)
         model, c = build(ckpt), ckpt["config"]
         model.stack, model.sees = list(model.h), [None] * len(model.h)
-        known = {"label": f"{ckpt['arm']}/seed{ckpt['seed']}", "home": path.parent, "positions": c["block_size"]}
-        known |= {
-            "removal": c["removal"],
-            "routing": c["routing"],
-            "dataset": c["dataset"],
-            "vocab_size": c["vocab_size"],
-        }
-        known |= {"data": ckpt["data"], "tokenizer": None, "bos": None}
-        return model.to(device, getattr(torch, dtype)), known
+        known = {k: c[k] for k in ("removal", "routing", "dataset", "vocab_size")} | {"positions": c["block_size"]}
+        known |= {"label": f"{ckpt['arm']}/seed{ckpt['seed']}", "out": path.parent / "heads", "data": ckpt["data"]}
+        return model.to(device, getattr(torch, dtype)), known | {"tokenizer": None, "bos": None}
     if path.is_dir() and not (path / "config.json").is_file():
         raise UserError(f"{name} holds neither ckpt.pt nor config.json: name a run folder or a transformers model")
     import transformers
-    from transformers import AttentionInterface, AttentionMaskInterface, AutoModelForCausalLM, AutoTokenizer
     from transformers.masking_utils import sdpa_mask
 
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
-    AttentionInterface.register("tapped", tapped_attention)
-    AttentionMaskInterface.register("tapped", sdpa_mask)  # sliding-window layers keep their mask
+    transformers.AttentionInterface.register("tapped", tapped_attention)
+    transformers.AttentionMaskInterface.register("tapped", sdpa_mask)  # sliding-window layers keep their mask
     try:
-        model, info = AutoModelForCausalLM.from_pretrained(
+        model, info = transformers.AutoModelForCausalLM.from_pretrained(
             name, dtype=getattr(torch, dtype), attn_implementation="tapped", output_loading_info=True
         )
     except Exception as e:  # whatever a hub, a config or a damaged file can raise
-        why = str(e).strip().splitlines()
+        if isinstance(e, KeyError) and e.args == ("tapped",):  # the model looks its attention up in a list of its own
+            raise UserError(f"model {name!r} does not run on transformers' attention interface: not measured") from None
+        why = " ".join(str(e).split())[:200] or type(e).__name__
         raise UserError(
-            f"model {name!r} can't be loaded ({why[0][:200] if why else type(e).__name__}): name a run folder, a ckpt.pt,"
-            f" a folder of a transformers model, or one on the hub (offline, it must have been downloaded before)"
+            f"model {name!r} can't be loaded ({why}): name a run folder, a ckpt.pt, the folder of a transformers model,"
+            " or one on the hub (without a network: one that was downloaded before)"
         ) from None
-    if lost := sorted([*info["missing_keys"], *(str(k) for k in info["mismatched_keys"])]):
+    if lost := sorted([*info["missing_keys"], *map(str, info["mismatched_keys"])]):
         raise UserError(f"model {name!r} lacks weights ({len(lost)}, such as {lost[0]}): it is no whole checkpoint")
     config = model.config.get_text_config()
-    lists = [(n, m) for n, m in model.named_modules() if isinstance(m, torch.nn.ModuleList)]
-    where, stack = next(((n, m) for n, m in lists if len(m) == config.num_hidden_layers), (None, None))
-    if stack is None:
-        raise UserError(f"model {name!r} ({config.model_type}) has no list of {config.num_hidden_layers} layers")
+    lists = ((n, m) for n, m in model.named_modules() if isinstance(m, torch.nn.ModuleList))
+    where, stack = next(((n, m) for n, m in lists if len(m) == config.num_hidden_layers), (None, ()))
     model.stack, model.sees, model.calls, model.tap = list(stack), [None] * len(stack), [0] * len(stack), None
     model.names = [f"{where}.{i} ({type(layer).__name__})" for i, layer in enumerate(stack)]
     for i, layer in enumerate(stack):
         for module in layer.modules():
             module.tapped = (model, i)
     try:
-        tokenizer = AutoTokenizer.from_pretrained(name)
-    except Exception:  # none there: --data may still do
+        tokenizer = transformers.AutoTokenizer.from_pretrained(name)
+    except Exception:  # there is none: --data may still do
         tokenizer = None
-    positions = getattr(config, "max_position_embeddings", None)
-    known = {"label": path.resolve().name if path.is_dir() else name, "home": None, "positions": positions}
-    known |= {"removal": "none", "routing": True, "dataset": None, "vocab_size": config.vocab_size, "data": {}}
-    known |= {"tokenizer": tokenizer, "type": config.model_type}
+    label = path.resolve().name if path.is_dir() else name
+    known = {"removal": "none", "routing": True, "dataset": None, "vocab_size": config.vocab_size, "label": label}
+    known |= {
+        "positions": getattr(config, "max_position_embeddings", None),
+        "out": Path("out/heads") / Path(label).name,
+    }
     bos = config.bos_token_id if tokenizer is None or tokenizer.bos_token_id is None else tokenizer.bos_token_id
-    return model.to(device).eval(), known | {"bos": bos}
+    return model.to(device).eval(), known | {"type": config.model_type, "tokenizer": tokenizer, "bos": bos}
 
 
-def read_windows(known, data, text, windows, length, bos):
+def read_windows(known, data=None, text=None, windows=64, length=None, bos=False):
     """
-    The text to measure on -> (tokens (n, T + 1), or (n, T + 2) with bos, and where they come from).
+    The text to measure on -> (tokens (n, T + 1), or (n, T + 2) with bos in front, and what the text is called).
 
     Raises UserError where the tokens are not the model's own, or too few.
     """
     label, folder = known["label"], Path("data") / (data or known["dataset"] or "")
-    if text is None and not (data or known["dataset"]):
-        raise UserError(f"say on which text to measure {label}: --data=NAME or --text=FILE")
     if text is not None:
-        source, characters = Path(text).name, prepare.read_text(text)
-        tokens = np.array(encode(characters, known), np.int64)
-        if len(tokens) and tokens.max() >= known["vocab_size"]:
+        tokens = np.array(encode(prepare.read_text(text), known), np.int64)
+        if tokens.max(initial=0) >= known["vocab_size"]:
             raise UserError(
-                f"{label}: its tokenizer gives id {tokens.max()}, its vocabulary ends at {known['vocab_size']}"
+                f"the tokenizer of {label} gives id {tokens.max()}, its vocabulary has {known['vocab_size']}"
             )
+    elif data is None and known["dataset"] is None:
+        raise UserError(f"say on which text to measure {label}: --data=NAME or --text=FILE")
     else:
-        source = folder.name
         _, tokens, meta = prepare.load(folder, known["vocab_size"])
         fits(known, folder, meta)
-    T = length or min(known["positions"] or 1024, 1024) - (
-        bos and known["positions"] is not None and known["positions"] <= 1024
-    )
-    if T < 2:
-        raise UserError(f"--window_length={T} must be at least 2: own values are removed from position 1 on")
-    if known["positions"] is not None and T + bos > known["positions"]:
-        raise UserError(f"--window_length={T}{' and --bos' if bos else ''}: {label} has {known['positions']} positions")
-    if len(tokens) < T + 1:
+    most = math.inf if known["positions"] is None else known["positions"] - bos
+    T = length or min(most, 1024)
+    if not 2 <= T <= most:
+        raise UserError(f"--window_length={T} must lie in 2 .. {most}{' with --bos' * bos}: the positions of {label}")
+    if len(tokens) <= T:
         raise UserError(
-            f"{text or folder} has {len(tokens)} tokens, too few for one window of {T} + 1: set --window_length"
+            f"{text or folder} has {len(tokens)} tokens, too few for one window: set --window_length below {T}"
         )
-    w = np.asarray(prepare.windows(tokens, T)[:windows], np.int64)
-    if bos:
-        if known["bos"] is None:
-            raise UserError(f"{label} has no beginning-of-text token: leave out --bos")
-        w = np.concatenate([np.full((len(w), 1), known["bos"]), w], 1)
-    return w, source
+    w = np.array(prepare.windows(tokens, T)[:windows], np.int64)
+    if bos and known["bos"] is None:
+        raise UserError(f"{label} has no beginning-of-text token: leave out --bos")
+    w = np.concatenate([np.full((len(w), 1), known["bos"]), w], 1) if bos else w
+    return w, Path(text).name if text else folder.name
 
 
 def encode(text, known):
@@ -757,32 +757,28 @@ def encode(text, known):
         return tiktoken.get_encoding("gpt2").encode_ordinary(text)
     ids = {c: i for i, c in enumerate(meta["characters"])}
     if strange := sorted(set(text) - set(ids)):
-        raise UserError(
-            f"the text holds {strange[0]!r}, which is no character of data/{known['dataset']}: the model can't read it"
-        )
+        raise UserError(f"the text holds {strange[0]!r}, which is no character of data/{known['dataset']}: take it out")
     return [ids[c] for c in text]
 
 
 def fits(known, folder, meta):
     """Raises UserError if the tokens of a prepared folder mean something else to the model."""
     bad = f"the tokens of {folder} are not those of {known['label']}"
-    if known["dataset"] is not None:  # ours: the data it was trained on, or the same vocabulary
-        if meta["sha256"]["val"] == known["data"].get("val_sha256"):
-            return
-        own = prepare.read_json(Path("data") / known["dataset"] / "meta.json")
-        if (own["tokenizer"], own.get("characters")) != (meta["tokenizer"], meta.get("characters")):
-            raise UserError(f"{bad}, which was trained on data/{known['dataset']}: its vocabulary is another")
-    elif meta["tokenizer"] not in ("gpt2", None):  # None: a folder of nanoGPT, which says nothing
+    if known["dataset"] is not None:  # ours: the text it was trained on, or at least the same vocabulary
+        if meta["sha256"]["val"] != known["data"].get("val_sha256"):
+            own = prepare.read_json(Path("data") / known["dataset"] / "meta.json")
+            if any(own.get(k) != meta.get(k) for k in ("tokenizer", "characters")):
+                raise UserError(f"{bad}, which has the vocabulary of data/{known['dataset']}: prepare it with that")
+    elif meta["tokenizer"] not in ("gpt2", None):  # None: a folder of nanoGPT, which does not say
         raise UserError(f"{bad} (tokenizer {meta['tokenizer']}): use --text=FILE")
     elif known["tokenizer"] is None and known["type"] != "gpt2":
-        raise UserError(f"{bad}, as far as one can tell: it comes without a tokenizer")
+        raise UserError(f"{bad}, as far as one can tell without a tokenizer beside the model")
     elif known["tokenizer"] is not None and encode("Hello world, information", known) != [15496, 995, 11, 1321]:
         raise UserError(f"{bad}, whose tokenizer is not GPT-2's: use --text=FILE")
 
 
-# measuring
-
-ROWS = 8192  # tokens that go through a model together
+# ---------------------------------------------------------------------------------------------------------------------
+# heads, measuring
 
 
 @contextlib.contextmanager
@@ -795,9 +791,8 @@ def returning(layers, outputs):
         yield
     finally:
         for layer, forward in zip(layers, before, strict=True):
-            if forward is None:
-                del layer.forward
-            else:
+            del layer.forward
+            if forward is not None:
                 layer.forward = forward
 
 
@@ -809,71 +804,48 @@ def repeat(output, n):
 
 
 @torch.no_grad()
-def token_losses(model, w, keep=False):
+def token_losses(model, w, keep=-1):
     """
-    Cross-entropy of each token in nats, and what the layers gave.
+    Cross-entropy of each token in nats (B, T), float32 or wider, and the outputs of the layers from `keep` on.
 
-    w: (B, T + 1) token ids -> (B, T) float32 or wider; the outputs of all layers with keep, else of the last one. The
-    logits of a transformers model are never in memory at once: it is asked for a few positions at a time, and its
-    layers, which have run, return what they gave.
+    w: (B, T + 1) token ids. The logits of a transformers model are never in memory at once: it is asked for a few
+    positions at a time, and its layers, which have run once, then return what they gave.
     """
     ids, targets, outputs = w[:, :-1], w[:, 1:], []
-    hooks = [m.register_forward_hook(lambda _m, _a, x: outputs.append(x)) for m in model.stack[0 if keep else -1 :]]
+    hooks = [layer.register_forward_hook(lambda _m, _a, x: outputs.append(x)) for layer in model.stack[keep:]]
     try:
         if isinstance(model, GPT):
             return model(ids, targets, per_token=True)[1], outputs
-        B, T = ids.shape
-        part = max(1, 2**25 // (B * model.config.get_text_config().vocab_size))  # 128 MiB of float32 logits at a time
+        rows = max(1, LOGITS // (len(w) * model.config.get_text_config().vocab_size))
         sliced = "logits_to_keep" in inspect.signature(model.forward).parameters
         losses = []
-        for t in torch.arange(T, device=ids.device).split(part if sliced else T):
-            again = returning(model.stack, [outputs[-1]] * len(model.stack)) if losses else contextlib.nullcontext()
+        for t in torch.arange(ids.shape[1], device=w.device).split(rows if sliced else ids.shape[1]):
+            again = returning(model.stack, outputs[-1:] * len(model.stack)) if losses else contextlib.nullcontext()
             with again:
                 logits = model(ids, use_cache=False, **({"logits_to_keep": t} if sliced else {})).logits  # (B, t, V)
             while hooks:
                 hooks.pop().remove()
-            for a, b in zip(logits.split(part, 1), targets[:, t].split(part, 1), strict=True):
-                wide = a.to(torch.promote_types(a.dtype, torch.float32)).flatten(0, 1)
-                losses.append(torch.nn.functional.cross_entropy(wide, b.flatten(), reduction="none").view(b.shape))
+            for a, b in zip(logits.split(rows, 1), targets[:, t].split(rows, 1), strict=True):
+                a = a.to(torch.promote_types(a.dtype, torch.float32)).flatten(0, 1)
+                losses.append(torch.nn.functional.cross_entropy(a, b.flatten(), reduction="none").view(b.shape))
         return torch.cat(losses, 1), outputs
     finally:
         for hook in hooks:
             hook.remove()
 
 
-def check_eager(model, w):
-    """Raises UserError unless each layer called our attention once, and the loss is the one of the model's own."""
-    model.calls = [0] * len(model.stack)
-    tapped = float(token_losses(model, w)[0].mean())
-    for name, n in zip(model.names, model.calls, strict=True):
-        if n != 1:
-            raise UserError(
-                f"{model.config.model_type}: layer {name} called the attention interface {n} times in a forward pass, not"
-                f" once: this architecture can't be measured"
-            )
-    model.set_attn_implementation("eager")
-    eager = float(token_losses(model, w)[0].mean())
-    model.set_attn_implementation("tapped")
-    if not abs(tapped - eager) <= (1e-4 if model.dtype in (torch.float32, torch.float64) else 0.05):
-        raise UserError(
-            f"{model.config.model_type}: the loss through our attention is {tapped:.5f}, through its own {eager:.5f}: its"
-            " attention does something that is not implemented"
-        )
-
-
 def measuring(found, sees):
-    """A tap that leaves y as it is and keeps own, null and across of each layer, (B, H), in found[layer]."""
+    """A tap that leaves y as it is and keeps own, null, across (3, B, H) of each layer, and H_kv, in found[layer]."""
 
     def tap(layer, y, v):  # (B, H, T, D), (B, H_kv, T, D)
         H, K = y.shape[1], v.shape[1]
         a = unit(y.double()).unflatten(1, (K, H // K))  # (B, H_kv, H / H_kv, T, D): head h reads group h // (H / H_kv)
         b = unit(v.double()).unsqueeze(2)  # (B, H_kv, 1, T, D)
         own = (a * b).sum(-1)[..., 1:].mean(-1).flatten(1)  # position 0 is left out: there y = v
-        null = causal_null(a, b, sees[layer]).flatten(1)
         across = torch.full_like(own, torch.nan)
         if 1 < K < H:
             across = (a * (b.sum(1, keepdim=True) - b)).sum(-1)[..., 1:].mean(-1).flatten(1) / (K - 1)
-        found[layer] = torch.stack([own, null, across]).cpu().numpy(), K  # (3, B, H)
+        found[layer] = torch.stack([own, causal_null(a, b, sees[layer]).flatten(1), across]).cpu().numpy(), K
         return y
 
     return tap
@@ -889,15 +861,54 @@ def removing(plan, first=1):
     def tap(layer, y, v):  # (n B, H, T, D), (n B, H_kv, T, D)
         if layer not in plan:
             return y
-        y, group = y.clone(), y.shape[1] // v.shape[1]
-        n = len(plan[layer])
+        y, n, group = y.clone(), len(plan[layer]), y.shape[1] // v.shape[1]
         for heads, part, own in zip(plan[layer], y.chunk(n), v.chunk(n), strict=True):
             if heads:
-                values = own[:, [h // group for h in heads], first:]
-                part[:, heads, first:] = remove_direction(part[:, heads, first:], values)
+                own = own[:, [h // group for h in heads], first:]
+                part[:, heads, first:] = remove_direction(part[:, heads, first:], own)
         return y
 
     return tap
+
+
+def first_look(model, w):
+    """
+    Heads and key-value groups of the layers, from one window.
+
+    Raises UserError for a transformers model that would get wrong numbers: a layer does not call our attention just
+    once, the loss is not the one through the model's own attention, or a layer needs more than what the one below gave.
+    """
+    found, L = {}, len(model.stack)
+    model.tap = measuring(found, model.sees)
+    if isinstance(model, GPT):
+        token_losses(model, w)
+    else:
+        kind, tolerance = model.config.model_type, 1e-4 if model.dtype in (torch.float32, torch.float64) else 0.05
+        model.calls = [0] * L
+        try:
+            tapped, outputs = token_losses(model, w, keep=-2)
+        except (AttributeError, IndexError, KeyError, TypeError, ValueError) as e:
+            if isinstance(e, UserError):
+                raise
+            raise UserError(f"{kind}: this architecture does not run on our attention ({str(e)[:120]})") from None
+        for name, n in zip(model.names, model.calls, strict=True):
+            if n != 1:
+                times = f"layer {name} called the attention interface {n} times in a forward pass, not once"
+                raise UserError(f"{kind}: {times}: this architecture can't be measured")
+        with returning(model.stack[:-1], outputs[:1] * (L - 1)):
+            shared = float((token_losses(model, w)[0] - tapped).abs().max())
+        if not shared <= tolerance:
+            raise UserError(f"{kind}: its layers pass on more than their output: this architecture can't be measured")
+        model.set_attn_implementation("eager")
+        eager = float(token_losses(model, w)[0].mean())
+        model.set_attn_implementation("tapped")
+        if not abs(eager - float(tapped.mean())) <= tolerance:
+            losses = f"through our attention its loss is {float(tapped.mean()):.5f}, through its own {eager:.5f}"
+            raise UserError(f"{kind}: {losses}: it does something that is not implemented")
+    shapes = {(x.shape[-1], K) for x, K in found.values()}
+    if len(shapes) != 1:
+        raise UserError(f"the layers have unlike numbers of heads and groups ({shapes or 'none'}): not implemented")
+    return shapes.pop()
 
 
 def measure(model, w, bos=False, interventions=False, path=None, layers=None):
@@ -908,59 +919,50 @@ def measure(model, w, bos=False, interventions=False, path=None, layers=None):
     for a resume. Returns ({"loss": (n,), "delta_all": (n,), "own", "null", "across", "delta": (n, layers, heads)},
     H_kv), float64 with NaN where nothing was measured. Memory beyond these does not grow with n.
     """
-    device, T = next(model.parameters()).device, w.shape[1] - 1
-    mean = lambda losses: losses[:, int(bos) :].double().mean(1).cpu().numpy()  # noqa: E731  (B,)
-    first = torch.as_tensor(w[:1]).to(device)
-    if not isinstance(model, GPT):
-        check_eager(model, first)
-    found = {}
-    model.tap = measuring(found, model.sees)
-    token_losses(model, first)
-    shapes = {(x.shape[-1], K) for x, K in found.values()}
-    if len(shapes) > 1:
-        raise UserError(f"the layers differ in their numbers of heads and groups ({shapes}): not implemented")
-    (H, K), L, n = shapes.pop(), len(model.stack), len(w)
-    shape = {"loss": (n,), "delta_all": (n,)} | dict.fromkeys(("own", "null", "across", "delta"), (n, L, H))
-    key = measurement_key(model, w, bos)
-    x = resumed(path, key, shape) or {name: np.full(s, np.nan) for name, s in shape.items()}
-    layers = [] if not interventions else range(L) if layers is None else layers
-    batch = max(1, ROWS // (T * H if layers else T))  # all heads of a layer together, if they fit
-    together = max(1, ROWS // (T * batch))
-    saved = time.monotonic()
+
+    def mean(losses):  # (B, T) -> (B,), without the position that only a token in front makes
+        return losses[:, int(bos) :].double().mean(1).cpu().numpy()
 
     def save():
         if path is not None:
             with whole_file(path, "wb") as f:
                 np.savez(f, key=np.array(key), **x)
 
-    bar = tqdm(total=n * (1 + (1 + len(layers) * H if layers else 0)), unit="window", leave=False, disable=None)
+    ids, T = torch.as_tensor(w[:1]).to(next(model.parameters()).device), w.shape[1] - 1
+    (H, K), L, n = first_look(model, ids), len(model.stack), len(w)
+    shape = {"loss": (n,), "delta_all": (n,)} | dict.fromkeys(("own", "null", "across", "delta"), (n, L, H))
+    key = measurement_key(model, w, bos)
+    x = resumed(path, key, shape) or {name: np.full(s, np.nan) for name, s in shape.items()}
+    layers = [] if not interventions else range(L) if layers is None else layers
+    batch = max(1, ROWS // (T * H if layers else T))  # so that the heads of a layer go together, if they fit
+    together = max(1, ROWS // (T * batch))
+    found, saved = {}, time.monotonic()
+    passes = 1 + (1 + H * len(layers) if layers else 0)
+    bar = tqdm(total=n * passes, unit="window", leave=False, disable=None)
     try:
         for start in range(0, n, batch):
             rows = slice(start, start + batch)
             size = len(x["loss"][rows])
             todo = [layer for layer in layers if np.isnan(x["delta"][rows, layer]).any()]
-            total = bool(layers) and np.isnan(x["delta_all"][rows]).any()
-            bar.update(size * ((len(layers) - len(todo)) * H + (bool(layers) and not total)))
-            if todo or total or np.isnan(x["loss"][rows]).any():
-                ids = torch.as_tensor(w[rows]).to(device)
+            everywhere = bool(layers) and np.isnan(x["delta_all"][rows]).any()
+            if todo or everywhere or np.isnan(x["loss"][rows]).any():
+                ids = torch.as_tensor(w[rows]).to(ids.device)
                 model.tap = measuring(found, model.sees)
-                losses, outputs = token_losses(model, ids, keep=bool(todo))
-                loss = mean(losses)
+                losses, outputs = token_losses(model, ids, keep=0 if todo else -1)
+                x["loss"][rows] = loss = mean(losses)
                 if not np.isfinite(loss).all():
                     raise UserError("the loss is not finite: the weights of this model have diverged")
                 for layer, (values, _) in found.items():
                     x["own"][rows, layer], x["null"][rows, layer], x["across"][rows, layer] = values
-                x["loss"][rows] = loss
-            bar.update(size)
-            if total:
+            if everywhere:
                 model.tap = removing({layer: [list(range(H))] for layer in range(L)})
                 x["delta_all"][rows] = mean(token_losses(model, ids)[0]) - loss
-                bar.update(size)
+            bar.update(size * (passes - H * len(todo)))
             for layer in todo:
                 for h in range(0, H, together):
                     heads = list(range(h, min(h + together, H)))
                     model.tap = removing({layer: [[head] for head in heads]})
-                    # below the layer nothing changes: what the last one of those gave is all that the rest is fed
+                    # below the layer nothing changes: all that the rest needs is what the last one of those gave
                     below = [repeat(outputs[layer - 1], len(heads))] * layer if layer else []
                     with returning(model.stack[:layer], below):
                         removed = mean(token_losses(model, ids.repeat(len(heads), 1))[0])
@@ -979,7 +981,7 @@ def measure(model, w, bos=False, interventions=False, path=None, layers=None):
 def measurement_key(model, w, bos):
     """A hash of all that the numbers depend on: weights, config, windows, and the code that measures."""
     config = model.config if isinstance(model, GPT) else model.config.to_json_string()
-    parts = [config, model.sees, bos, w.shape, torch.__version__, str(next(model.parameters()).device.type)]
+    parts = [config, bos, w.shape, torch.__version__, str(next(model.parameters()).device.type)]
     parts += [(k, p.dtype, p.shape, p.sum(dtype=torch.float64).item()) for k, p in model.state_dict().items()]
     code = [Path(__file__).with_name(name).read_bytes() for name in ("analyze.py", "model.py")]
     return hashlib.sha256(b"".join([repr(parts).encode(), np.ascontiguousarray(w).tobytes(), *code])).hexdigest()
@@ -994,48 +996,42 @@ def resumed(path, key, shape):
         return None
 
 
-# from the measures to a report
+# ---------------------------------------------------------------------------------------------------------------------
+# heads, from the measures to a report
 
 PREDICTORS = {"stat": "own", "null": "null", "own_minus_null": "own − null"}
 
 
+def value(x):
+    return float(x) if np.isfinite(x) else None
+
+
 def summarize(x, n_kv_head):
-    """What measure() found -> the parts of heads.json that follow from it: loss, delta_all, heads, summary."""
-    value = lambda a: float(a) if np.isfinite(a) else None  # noqa: E731
+    """What measure() found -> the parts of heads.json that follow from it."""
     n, L, H = x["own"].shape
     flat = {k: x[k].reshape(n, L * H) for k in ("own", "null", "across", "delta")}
-    means = {k: [value(m) for m in a.mean(0)] for k, a in flat.items()}
-    se = [value(s) for s in flat["delta"].std(0, ddof=1) / math.sqrt(n)] if n > 1 else [None] * (L * H)
-    heads = [
-        {"layer": i // H, "head": i % H} | {k: means[k][i] for k in flat} | {"delta_se": se[i]} for i in range(L * H)
-    ]
+    se = flat["delta"].std(0, ddof=1) / math.sqrt(n) if n > 1 else np.full(L * H, np.nan)
+    columns = {k: a.mean(0) for k, a in flat.items()} | {"delta_se": se}
+    heads = [{"layer": i // H, "head": i % H} | {k: value(a[i]) for k, a in columns.items()} for i in range(L * H)]
     own, null = flat["own"].mean(), flat["null"].mean()
-    difference = paired(flat["own"].mean(1), flat["null"].mean(1))  # over windows
-    s = {
-        "own": value(own),
-        "null": value(null),
-        "own_minus_null": value(own - null),
-        "own_minus_null_ci95": difference["ci95"],
-        "explained": value(null / own) if abs(own) >= 0.01 else None,
-        "across": value(flat["across"].mean()),
-    }
-    effects = bool(np.isfinite(flat["delta"]).all())
-    for name, a in (("r_stat", flat["own"]), ("r_delta", flat["delta"])):
-        halves = (
-            split_half(a) if name == "r_stat" or effects else dict.fromkeys(("r", "spearman_brown", "mean", "ci95"))
-        )
-        s |= {name: halves["r"]} | {f"{name}_{k}": halves[k] for k in ("spearman_brown", "mean", "ci95")}
-    statistics = {"stat": flat["own"], "null": flat["null"], "own_minus_null": flat["own"] - flat["null"]}
-    for name, a in statistics.items():
-        found = predicts(a, flat["delta"]) if effects else dict.fromkeys(("pearson", "spearman", "ci95"))
-        s |= {f"r_{name}_delta": found["pearson"], f"r_{name}_delta_spearman": found["spearman"]}
-        s[f"r_{name}_delta_ci95"] = found["ci95"]
-    ok = all(s[k] is not None and s[k] > 0 for k in ("r_stat", "r_delta"))
-    s["r_stat_delta_ceiling"] = math.sqrt(s["r_stat"] * s["r_delta"]) if ok else None
-    rs = {PREDICTORS[k]: abs(s[f"r_{k}_delta"]) for k in PREDICTORS if s[f"r_{k}_delta"] is not None}
-    s["best_predictor"] = max(rs, key=rs.get) if rs else None
-    loss, delta_all = value(x["loss"].mean()), value(x["delta_all"].mean())
-    return {"n_layer": L, "n_head": H, "n_kv_head": n_kv_head, "loss": loss, "delta_all": delta_all, "heads": heads, "summary": s}  # fmt: skip
+    s = {"own": value(own), "null": value(null), "own_minus_null": value(own - null)}
+    s["own_minus_null_ci95"] = paired(flat["own"].mean(1), flat["null"].mean(1))["ci95"]  # over windows
+    s["explained"] = value(null / own) if abs(own) >= 0.01 else None
+    s["across"] = value(flat["across"].mean())
+    some = flat["own"][:1]  # one window: nothing to correlate
+    delta = flat["delta"] if np.isfinite(flat["delta"]).all() else some
+    for name, a in (("r_stat", flat["own"]), ("r_delta", delta)):
+        halves = split_half(a)
+        s |= {name: halves.pop("r")} | {f"{name}_{k}": v for k, v in halves.items()}
+    r = [s["r_stat"], s["r_delta"]]
+    s["r_stat_delta_ceiling"] = math.sqrt(r[0] * r[1]) if None not in r and min(r) > 0 else None
+    for name, a in (("stat", flat["own"]), ("null", flat["null"]), ("own_minus_null", flat["own"] - flat["null"])):
+        found = predicts(a if delta is not some else some, delta)
+        s |= {f"r_{name}_delta": found.pop("pearson")} | {f"r_{name}_delta_{k}": v for k, v in found.items()}
+    rs = {name: abs(s[f"r_{k}_delta"]) for k, name in PREDICTORS.items() if s[f"r_{k}_delta"] is not None}
+    s["best_predictor"] = max(rs, key=rs.get, default=None)
+    shape = {"n_layer": L, "n_head": H, "n_kv_head": n_kv_head, "windows": n}
+    return shape | {k: value(x[k].mean()) for k in ("loss", "delta_all")} | {"heads": heads, "summary": s}
 
 
 def between(ci, spec="+.2f"):
@@ -1043,168 +1039,158 @@ def between(ci, spec="+.2f"):
 
 
 def markdown_heads(r):
-    """heads.json -> heads.md: the numbers, and for each what it says."""
+    """heads.json -> heads.md: the numbers, and what each says."""
     s = r["summary"]
-    text = f"# {r['model']}: heads\n\n"
-    groups = "" if r["n_kv_head"] == r["n_head"] else f" in {r['n_kv_head']} key-value groups"
-    text += (
-        f"{r['n_layer']} layers × {r['n_head']} heads{groups}, {r['parameters']:,} parameters, {r['dtype']}; {r['windows']:,}"
-        f" windows of {r['window_length']:,} tokens ({r['tokens']:,}) of {r['text']},"
-        f" {'with' if r['bos'] else 'without'} a beginning-of-text token in front. Untouched loss {number(r['loss'])} nats"
-        " per token.\n"
-    )
+    r_ = {k: f"{number(s[k], '.3f')} {between(s[k + '_ci95'])}" for k in s if k + "_ci95" in s}
+    brown = {k: f"Spearman-Brown {number(s[k + '_spearman_brown'], '.3f')}" for k in ("r_stat", "r_delta")}
+    gap = f"{number(s['own_minus_null'], '+.3f')} {between(s['own_minus_null_ci95'], '+.3f')}"
     rows = [
         ["own", number(s["own"], "+.3f"), "cosine of a head's output with its own value"],
         ["null", number(s["null"], "+.3f"), "cosine with the values of earlier positions: what geometry alone gives"],
-        ["own − null", f"{number(s['own_minus_null'], '+.3f')} {between(s['own_minus_null_ci95'], '+.3f')}", "what is left for the head's own value, 95% over windows"],
+        ["own − null", gap, "what is left for the own value, with 95% over windows"],
         ["explained", number(s["explained"], ".1%"), "share of own that the null accounts for (– where own is near 0)"],
-        ["across", number(s["across"], "+.3f"), "cosine with the values of other groups (– without grouped queries)"],
-        ["delta_all", number(r["delta_all"], "+.4f"), "loss added by removing the own value in all heads at once"],
-        ["r_stat", f"{number(s['r_stat'], '.3f')} {between(s['r_stat_ci95'])}", f"does other text rank the heads alike by own? Spearman-Brown {number(s['r_stat_spearman_brown'], '.3f')}"],
-        ["r_delta", f"{number(s['r_delta'], '.3f')} {between(s['r_delta_ci95'])}", f"and by delta, the loss added by one head? Spearman-Brown {number(s['r_delta_spearman_brown'], '.3f')}"],
-    ]  # fmt: skip
+        ["across", number(s["across"], "+.3f"), "cosine with the values of the other groups (– without any)"],
+        ["delta_all", number(r["delta_all"], "+.4f"), "nats lost by removing the own value in all heads at once"],
+        ["r_stat", r_["r_stat"], f"would other text rank the heads alike by own? {brown['r_stat']}"],
+        ["r_delta", r_["r_delta"], f"and by delta, what removal in one head loses? {brown['r_delta']}"],
+    ]
     for k, name in PREDICTORS.items():
-        r_, rho = s[f"r_{k}_delta"], number(s[f"r_{k}_delta_spearman"], ".2f")
-        what = f"does {name} on one half predict delta on the other? Spearman {rho}"
-        ceiling = f", ceiling {number(s['r_stat_delta_ceiling'], '.2f')}" if k == "stat" else ""
-        rows.append([f"r_{k}_delta", f"{number(r_, '.3f')} {between(s[f'r_{k}_delta_ci95'])}", what + ceiling])
-    text += "\n" + table(["measure", "value", "meaning"], rows) + "\n"
-    n = f"{r['windows']:,} windows, {r['tokens']:,} tokens, {r['n_layer'] * r['n_head']} heads"
-    text += f"\nEvery r is over heads, from {n}; it grows with the text. In brackets: 95% over random halves.\n"
-    if s["best_predictor"]:
-        text += f"\nDelta is predicted best by {s['best_predictor']}, by the size of r.\n"
-    if r["removal"] != "none":
-        text += (
-            f"\nThis model removes a direction itself ({r['removal']}); own and null are of the output before that.\n"
+        rho = number(s[f"r_{k}_delta_spearman"], ".3f")
+        ceiling = f", ceiling {number(s['r_stat_delta_ceiling'], '.3f')}" * (k == "stat")
+        rows.append(
+            [f"r_{k}_delta", r_[f"r_{k}_delta"], f"does {name} foretell delta on other text? Spearman {rho}{ceiling}"]
         )
-    if r["removal"] == "self":
-        text += "It is the own value, so every delta is zero by construction.\n"
+    groups = f" in {r['n_kv_head']} key-value groups" * (r["n_kv_head"] != r["n_head"])
+    lines = [
+        f"# {r['model']}: heads",
+        f"{r['n_layer']} layers × {r['n_head']} heads{groups}, {r['parameters']:,} parameters, {r['dtype']};"
+        f" {r['windows']:,} windows of {r['window_length']:,} tokens of {r['text']},"
+        f" {'with' if r['bos'] else 'without'} a beginning-of-text token in front. Loss of the untouched model:"
+        f" {number(r['loss'])} nats per token.",
+        table(["measure", "value", "meaning"], rows),
+        f"Each r is over {r['n_layer'] * r['n_head']} heads, from {r['windows']:,} windows, {r['tokens']:,} tokens: it"
+        " grows with the text. In brackets: 95% over random halves, each resampled, which lowers r.",
+    ]
+    if s["best_predictor"]:
+        lines.append(f"Of own, null and own − null, {s['best_predictor']} predicts delta best, by the size of r.")
+    if r["removal"] != "none":
+        zero = ": every delta is zero by construction" * (r["removal"] == "self")
+        lines.append(f"The model itself removes a direction ({r['removal']}) after the place of measurement{zero}.")
     if not r["routing"]:
-        text += "\nIts positions see themselves only: null is over all earlier positions, though none is seen.\n"
-    return text
+        lines.append("Its positions see themselves only; null is over all earlier positions, though none is seen.")
+    return "\n\n".join(lines) + "\n"
 
 
 def three_checks(report, heads, removals=None):
     """
     Study B's three checks as one verdict: lines of Markdown.
 
-    report: report.json of an experiment. heads: {folder: heads.json}, of models measured beside it. removals: {arm: the
+    report: report.json of an experiment. heads: {folder: heads.json} of models measured beside it. removals: {arm:
     direction that it removes}; by default an arm is called by it. A number that is missing is said to be missing.
     """
     lines = ["## Three checks", ""]
     for folder, r in heads.items():
-        s, name = r["summary"], f"{r['model']} ({r['windows']:,} windows, {r['tokens']:,} tokens)"
-        noise = f"r_stat {number(s['r_stat'], '.3f')} {between(s['r_stat_ci95'])}, r_delta {number(s['r_delta'], '.3f')} {between(s['r_delta_ci95'])}"  # fmt: skip
-        said = [f"other text gives {'much' if v > 0.5 else 'little of'} the same order of heads by {k}" for k, v in (("own", s["r_stat"]), ("delta", s["r_delta"])) if v is not None]  # fmt: skip
-        said = ", and ".join(said) or "not measured"
-        lines.append(f"- Noise floor, {name}: {noise}: {said} ([figure]({folder}/heads_halves.png)).")
-        null = f"explained {number(s['explained'], '.1%')}, own − null {number(s['own_minus_null'], '+.3f')} {between(s['own_minus_null_ci95'], '+.3f')}"  # fmt: skip
-        ci = s["own_minus_null_ci95"]
-        above = "not decided" if ci is None or ci[0] <= 0 <= ci[1] else "above" if ci[0] > 0 else "below"
-        said = f"on these windows, alignment with the own value is {above} what earlier positions give by geometry"
-        if above == "not decided":
-            said = "whether alignment with the own value is above what geometry gives is not decided by these windows"
-        lines.append(f"- Geometric null, {name}: {null}: {said} ([figure]({folder}/heads_map.png)).")
+        s, ci = r["summary"], r["summary"]["own_minus_null_ci95"]
+        where = f"{r['model']}, {r['windows']:,} windows, {r['tokens']:,} tokens"
+        floor = ", ".join(f"{k} {number(s[k], '.3f')} {between(s[k + '_ci95'])}" for k in ("r_stat", "r_delta"))
+        lines.append(
+            f"- Noise floor ({where}): {floor}. This is how far other text would rank the heads alike by alignment and"
+            f" by effect; 1 is no noise ([figure]({folder}/heads_halves.png))."
+        )
+        side = "not told apart from" if ci is None or ci[0] <= 0 <= ci[1] else "above" if ci[0] > 0 else "below"
+        lines.append(
+            f"- Geometric null ({where}): explained {number(s['explained'], '.1%')}, own − null"
+            f" {number(s['own_minus_null'], '+.3f')} {between(ci, '+.3f')}. Alignment with the own value is {side} what"
+            f" earlier positions give ([figure]({folder}/heads_map.png))."
+        )
     removals = removals or {arm: arm for arm in report["arms"]}
-    planned = [
+    tested = [
         c
         for c in report["contrasts"]
         if removals.get(c["a"]) == "self" and removals.get(c["b"]) in ("fixed", "rotated")
     ]
-    for c in planned:
-        verdict_ = verdict(c, report["alpha"])
-        said = {
-            "lower": "the gain needs the own value, not just any such direction",
-            "equivalent": "the control does as well",
-        }
-        said = said.get(verdict_.split(",")[0], "the own value does worse than the control" if verdict_.startswith("higher") else "not decided")  # fmt: skip
+    for c in tested:
+        found = verdict(c, report["alpha"])
+        said = {"lower": "The gain is that direction's own", "higher": "That direction does worse than the control"}
+        said = said.get(found.split(",")[0], "No gain of that direction over the control is shown")
         lines.append(
-            f"- Direction specificity, {c['a']} − {c['b']}: {number(c['mean'], '+.4f')} nats {between(c['ci95'], '+.4f')},"
-            f" p_holm {number(c['p_holm'], '.2g')}, {verdict_}: {said} ([figure](report.png))."
+            f"- Direction specificity: {c['a']} − {c['b']} {number(c['mean'], '+.4f')} nats"
+            f" {between(c['ci95'], '+.4f')}, p_holm {number(c['p_holm'], '.2g')}, {found}. {said} ([figure](report.png))."
         )
-    if not planned:
-        lines.append(
-            "- Direction specificity: no contrast self − fixed or self − rotated is planned here, so it is not tested."
-        )
+    if not tested:
+        lines.append("- Direction specificity: self − fixed or self − rotated is not planned: not tested.")
     return lines
 
 
-# figures
-
-
-def save_figure(fig, path):
+def save_figure(fig, path, title):
+    fig.suptitle(title, fontsize=11)
     for axis in fig.axes:
         axis.title.set_size(10)
     with whole_file(path, "wb") as f:
         fig.savefig(f, dpi=150, format="png", metadata={"Software": None})
 
 
-def figures_heads(out, r, x):
-    """heads_map.png, heads_null.png, heads_halves.png and, with interventions, heads_delta.png."""
+def figure_map(path, r, own, null):
+    """Layer x head maps of own, null and own - null (L, H) on one colour scale."""
     from matplotlib.figure import Figure
 
-    L, H, n = r["n_layer"], r["n_head"], r["windows"]
-    flat = {k: x[k].reshape(n, L * H) for k in ("own", "null", "across", "delta")}
-    own, null, across, delta = (a.mean(0) for a in flat.values())
-    effects = bool(np.isfinite(delta).all())
-    layer = np.repeat(np.arange(L), H)
-    points = {"c": layer, "cmap": "cividis", "s": 22 if L * H < 400 else 8, "linewidths": 0, "zorder": 2}
-
-    maps = {"own": own, "null": null, "own − null": own - null}
-    fig = Figure(figsize=(4 + 3 * min(4, 0.9 + H / 12), 2 + min(6.5, 0.7 + L / 6)), layout="constrained")
-    limit = max(np.abs(a).max() for a in maps.values()) or 1.0
+    L, H = own.shape
+    fig = Figure(figsize=(5 + min(9, 1.5 + H / 4), 2 + min(6.5, 0.7 + L / 6)), layout="constrained")
     axes = fig.subplots(1, 3, sharey=True)
-    for axis, (name, a) in zip(axes, maps.items(), strict=True):
-        image = axis.imshow(
-            a.reshape(L, H), cmap="PuOr_r", vmin=-limit, vmax=limit, aspect="auto", interpolation="nearest"
-        )
+    limit = max(np.abs(a).max() for a in (own, null, own - null)) or 1.0
+    for axis, (name, a) in zip(axes, {"own": own, "null": null, "own − null": own - null}.items(), strict=True):
+        image = axis.imshow(a, cmap="PuOr_r", vmin=-limit, vmax=limit, aspect="auto", interpolation="nearest")
         axis.set(title=f"{name}, mean {a.mean():+.3f}", xlabel="head")
-        for tick, size in ((axis.set_xticks, H), (axis.set_yticks, L)):
-            tick(range(0, size, max(1, math.ceil(size / 12))))
+        axis.set_xticks(range(0, H, math.ceil(H / 12)))
+        axis.set_yticks(range(0, L, math.ceil(L / 12)))
     axes[0].set_ylabel("layer")
     fig.colorbar(image, ax=axes, label="cosine", fraction=0.05)
-    fig.suptitle(r["model"], fontsize=11)
-    save_figure(fig, out / "heads_map.png")
+    save_figure(fig, path, r["model"])
 
-    pairs = [("null", null)] + ([("across", across)] if np.isfinite(across).all() else [])
-    fig = Figure(figsize=(1.2 + 4.4 * len(pairs), 4.4), layout="constrained")
-    axes = fig.subplots(1, len(pairs), squeeze=False)[0]
-    for axis, (name, a) in zip(axes, pairs, strict=True):
-        marks = axis.scatter(a, own, **points)
-        axis.axline((0, 0), slope=1, color="0.6", lw=1, zorder=1)
-        what = {"null": "null: with values of earlier positions", "across": "across: with the other groups' values"}
-        axis.set(xlabel=f"cosine, {what[name]}", ylabel="cosine, own value", title=f"own against {name}, by head")
-    fig.colorbar(marks, ax=axes, label="layer", ticks=range(0, L, max(1, math.ceil(L / 12))))
-    fig.suptitle(r["model"], fontsize=11)
-    save_figure(fig, out / "heads_null.png")
 
+def figure_scatter(path, r, panels):
+    """Heads as points, coloured by layer. panels: [(x, y, title, x label, y label, standard error of y or None)]."""
+    from matplotlib.figure import Figure
+
+    L, H = r["n_layer"], r["n_head"]
+    fig = Figure(figsize=(1.2 + 4.6 * len(panels), 4.6), layout="constrained")
+    axes = fig.subplots(1, len(panels), squeeze=False)[0]
+    for axis, (x, y, title, xlabel, ylabel, se) in zip(axes, panels, strict=True):
+        size = 22 if L * H < 400 else 8
+        marks = axis.scatter(x, y, size, np.repeat(np.arange(L), H), cmap="cividis", linewidths=0, zorder=2)
+        if se is None:
+            axis.axline([np.mean((x, y))] * 2, slope=1, color="0.6", lw=1, zorder=1)  # where both are equal
+        else:
+            axis.errorbar(x, y, se, fmt="none", ecolor="0.75", elinewidth=0.8, zorder=1)
+            axis.axhline(0, color="0.6", lw=1, zorder=0)
+        axis.set(title=title, xlabel=xlabel, ylabel=ylabel)
+        axis.spines[["top", "right"]].set_visible(False)
+    fig.colorbar(marks, ax=axes, label="layer", ticks=range(0, L, math.ceil(L / 12)))
+    save_figure(fig, path, f"{r['model']}: {r['windows']:,} windows, {r['tokens']:,} tokens")
+
+
+def figures_heads(out, r, x):
+    """heads_map.png, heads_null.png, heads_halves.png (two windows or more), heads_delta.png (with interventions)."""
+    s, means = r["summary"], {k: x[k].mean(0) for k in ("own", "null", "across", "delta")}  # (L, H)
+    figure_map(out / "heads_map.png", r, means["own"], means["null"])
+    own, null, across, delta = (a.ravel() for a in means.values())
+    panels = [(null, own, "own against null, by head", "null (cosine, earlier values)", "own (cosine)", None)]
+    if r["summary"]["across"] is not None:
+        panels.append((across, own, "own group against others", "across (cosine, other groups)", "own (cosine)", None))
+    figure_scatter(out / "heads_null.png", r, panels)
+    effects = np.isfinite(delta).all()
     if effects:
-        fig = Figure(figsize=(5.8, 4.4), layout="constrained")
-        axis = fig.subplots()
-        se = np.array([np.nan if h["delta_se"] is None else h["delta_se"] for h in r["heads"]])
-        axis.errorbar(own, delta, None if n < 2 else se, fmt="none", ecolor="0.75", elinewidth=0.8, zorder=1)
-        marks = axis.scatter(own, delta, **points)
-        axis.axhline(0, color="0.6", lw=1, zorder=0)
-        title = f"removing the own value, by head; r {number(r['summary']['r_stat_delta'], '.2f')} across halves"
-        axis.set(xlabel="cosine, own value", ylabel="delta, loss added (nats per token, ± se)", title=title)
-        fig.colorbar(marks, ax=axis, label="layer", ticks=range(0, L, max(1, math.ceil(L / 12))))
-        fig.suptitle(r["model"], fontsize=11)
-        save_figure(fig, out / "heads_delta.png")
-    if n > 1:
-        halves = [("own (cosine)", flat["own"], "r_stat")] + (
-            [("delta (nats)", flat["delta"], "r_delta")] if effects else []
-        )
-        fig = Figure(figsize=(1.2 + 4.4 * len(halves), 4.4), layout="constrained")
-        axes = fig.subplots(1, len(halves), squeeze=False)[0]
-        for axis, (name, a, k) in zip(axes, halves, strict=True):
-            marks = axis.scatter(a[0::2].mean(0), a[1::2].mean(0), **points)
-            axis.axline([a.mean()] * 2, slope=1, color="0.6", lw=1, zorder=1)
-            s = r["summary"]
-            title = f"{k} {number(s[k], '.3f')}, random halves {between(s[k + '_ci95'])}"
-            axis.set(xlabel=f"{name}, even windows", ylabel=f"{name}, odd windows", title=title)
-        fig.colorbar(marks, ax=axes, label="layer", ticks=range(0, L, max(1, math.ceil(L / 12))))
-        fig.suptitle(f"{r['model']}: {n:,} windows, {r['tokens']:,} tokens", fontsize=11)
-        save_figure(fig, out / "heads_halves.png")
+        se = np.array([h["delta_se"] or 0.0 for h in r["heads"]])
+        title = f"removing the own value; r across halves {number(s['r_stat_delta'], '.2f')}"
+        panel = (own, delta, title, "own (cosine)", "delta, loss added (nats per token, ± se)", se)
+        figure_scatter(out / "heads_delta.png", r, [panel])
+    if r["windows"] > 1:
+        panels = []
+        for k, r_k, name in (("own", "r_stat", "own (cosine)"), ("delta", "r_delta", "delta (nats)"))[: 1 + effects]:
+            even, odd = (x[k][i::2].mean(0).ravel() for i in (0, 1))
+            title = f"{r_k} {number(s[r_k], '.3f')}, resampled halves {between(s[r_k + '_ci95'])}"
+            panels.append((even, odd, title, f"{name}, even windows", f"{name}, odd windows", None))
+        figure_scatter(out / "heads_halves.png", r, panels)
 
 
 def figure_models(path, reports):
@@ -1214,19 +1200,12 @@ def figure_models(path, reports):
     fig = Figure(figsize=(11, 4.6), layout="constrained")
     for axis, k in zip(fig.subplots(1, 2), ("explained", "own"), strict=True):
         for i, r in enumerate(reports):
-            if r["summary"][k] is not None:
-                axis.scatter(
-                    r["parameters"],
-                    r["summary"][k],
-                    40,
-                    color=COLOURS[i % 7],
-                    marker=MARKERS[i // 7 % 4],
-                    label=r["model"],
-                )
-        axis.set(xscale="log", xlabel="parameters", ylabel=k, title=f"{k} against model size")
+            style = {"color": COLOURS[i % 7], "marker": MARKERS[i // 7 % 4], "label": r["model"]}
+            axis.scatter(r["parameters"], r["summary"][k] if r["summary"][k] is not None else math.nan, 40, **style)
+        axis.set(xscale="log", xlabel="parameters", ylabel=f"{k}, mean over heads", title=f"{k} against model size")
         axis.spines[["top", "right"]].set_visible(False)
-    fig.legend(*fig.axes[1].get_legend_handles_labels(), loc="outside right center", frameon=False, fontsize=8)
-    save_figure(fig, path)
+    fig.legend(*axis.get_legend_handles_labels(), loc="outside right center", frameon=False, fontsize=8)
+    save_figure(fig, path, "heads of several models")
 
 
 def write_csv(path, rows):
@@ -1237,30 +1216,31 @@ def write_csv(path, rows):
 
 
 def heads_of(name, out, flags):
-    """Measure one model and write its folder -> the contents of its heads.json."""
+    """Measure one model and write its folder (default: the one known for it) -> the contents of its heads.json."""
     dtype, bos = flags.get("dtype", "float32"), flags.get("bos", False)
     model, known = open_model(name, dtype)
-    w, text = read_windows(
-        known, flags.get("data"), flags.get("text"), flags.get("windows", 64), flags.get("window_length"), bos
-    )
-    out = out(known) if callable(out) else out
+    chosen = {k: flags[k] for k in ("data", "text", "windows") if k in flags} | {"length": flags.get("window_length")}
+    w, text = read_windows(known, **chosen, bos=bos)
+    out = known["out"] if out is None else out
     out.mkdir(parents=True, exist_ok=True)
     x, n_kv_head = measure(model, w, bos, flags.get("interventions", False), out / "heads.npz")
-    found = summarize(x, n_kv_head)
     T = w.shape[1] - 1 - bos
-    r = {k: found.pop(k) for k in ("n_layer", "n_head", "n_kv_head")}
-    r = {"model": known["label"]} | r | {"windows": len(w), "window_length": T, "tokens": len(w) * T} | found
-    r |= {"dtype": dtype, "bos": bos, "text": text, "parameters": sum(p.numel() for p in model.parameters())}
-    r |= {"removal": known["removal"], "routing": known["routing"]}
-    rows = [h | {"own_minus_null": h["own"] - h["null"]} for h in r["heads"]]
+    r = {
+        "model": known["label"],
+        "parameters": sum(p.numel() for p in model.parameters()),
+        "dtype": dtype,
+        "text": text,
+    }
+    r |= {"bos": bos, "removal": known["removal"], "routing": known["routing"]}
+    r |= {"window_length": T, "tokens": len(w) * T} | summarize(x, n_kv_head)
     figures_heads(out, r, x)
-    write_csv(out / "heads.csv", rows)
+    write_csv(out / "heads.csv", [h | {"own_minus_null": h["own"] - h["null"]} for h in r["heads"]])
     with whole_file(out / "heads.md") as f:
         f.write(markdown_heads(r))
     with whole_file(out / "heads.json") as f:
         json.dump(r, f, indent=1, allow_nan=False)
     print(markdown_heads(r))
-    print(f"written: {out}/heads.json, heads.md, heads.csv, figures")
+    print(f"written: {out}/heads.json, heads.csv, heads.md, heads_*.png")
     return r
 
 
@@ -1270,32 +1250,24 @@ HEADS_FLAGS |= {"dtype": str, "out": str, "help": bool}
 
 def heads_command(names, flags):
     if not names:
-        raise UserError("name one MODEL or more: python analyze.py heads RUN_FOLDER | ckpt.pt | TRANSFORMERS_MODEL ...")
+        raise UserError("name a MODEL or more: python analyze.py heads RUN_FOLDER | ckpt.pt | TRANSFORMERS_MODEL ...")
     if "data" in flags and "text" in flags:
         raise UserError("--data and --text both say on which text to measure: give one of them")
     if flags.get("windows", 1) < 1:
         raise UserError(f"--windows={flags['windows']} must be at least 1")
     if flags.get("dtype", "float32") not in DTYPES:
-        raise UserError(
-            f"unknown --dtype={flags['dtype']}{prepare.nearest(flags['dtype'], DTYPES)}: {', '.join(DTYPES)}"
-        )
+        raise UserError(f"unknown --dtype={flags['dtype']}: {', '.join(DTYPES)}")
     if len(names) == 1:
-        default = lambda known: (
-            known["home"] / "heads" if known["home"] else Path("out/heads") / Path(known["label"]).name
-        )  # noqa: E731, E501  fmt: skip
-        heads_of(names[0], Path(flags["out"]) if "out" in flags else default, flags)
+        heads_of(names[0], Path(flags["out"]) if "out" in flags else None, flags)
         return
-    out, reports = Path(flags.get("out", "out/heads")), []
-    for i, name in enumerate(names):
-        ends = [Path(os.path.normpath(x)).parts for x in names]  # as much of each name as tells it from the others
-        k = next(k for k in range(1, 99) if [e[-k:] for e in ends].count(ends[i][-k:]) == 1 or k > len(ends[i]))
-        reports.append(heads_of(name, out / "-".join(part.strip("/") for part in ends[i][-k:]), flags))
-    rows = [
-        {k: r[k] for k in ("model", "parameters", "n_layer", "n_head", "n_kv_head", "windows", "window_length", "loss", "delta_all")}
-        | {k: json.dumps(v) if isinstance(v, list) else v for k, v in r["summary"].items()}
-        for r in reports
-    ]  # fmt: skip
-    write_csv(out / "models.csv", rows)
+    out = Path(flags.get("out", "out/heads"))
+    folders = ["-".join(p for p in Path(os.path.normpath(name)).parts if p not in ("/", "..")) for name in names]
+    if len(set(folders)) < len(names):
+        raise UserError(f"two of the models would write to one folder of {out}: name each of them once")
+    reports = [heads_of(name, out / folder, flags) for name, folder in zip(names, folders, strict=True)]
+    shape = ("model", "parameters", "n_layer", "n_head", "n_kv_head", "windows", "window_length", "loss", "delta_all")
+    summaries = ({k: json.dumps(v) if isinstance(v, list) else v for k, v in r["summary"].items()} for r in reports)
+    write_csv(out / "models.csv", [{k: r[k] for k in shape} | s for r, s in zip(reports, summaries, strict=True)])
     figure_models(out / "models.png", reports)
     keys = ("own", "null", "explained", "r_stat", "r_delta", "r_stat_delta")
     rows = [[r["model"], f"{r['parameters']:,}", *(number(r["summary"][k], ".3f") for k in keys)] for r in reports]
