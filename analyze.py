@@ -699,6 +699,8 @@ def open_model(name, dtype="float32"):
             module.tapped = (model, i)
     try:
         tokenizer = transformers.AutoTokenizer.from_pretrained(name)
+        if not tokenizer("a b", add_special_tokens=False)["input_ids"]:
+            tokenizer = None  # without its files, some come up with an empty vocabulary
     except Exception:  # there is none: --data may still do
         tokenizer = None
     label = path.resolve().name if path.is_dir() else name
@@ -1015,7 +1017,9 @@ def summarize(x, n_kv_head):
     heads = [{"layer": i // H, "head": i % H} | {k: value(a[i]) for k, a in columns.items()} for i in range(L * H)]
     own, null = flat["own"].mean(), flat["null"].mean()
     s = {"own": value(own), "null": value(null), "own_minus_null": value(own - null)}
-    s["own_minus_null_ci95"] = paired(flat["own"].mean(1), flat["null"].mean(1))["ci95"]  # over windows
+    d = (flat["own"] - flat["null"]).mean(1)  # by window, for a t interval
+    low_high = d.mean() + stats.t.ppf((0.025, 0.975), n - 1) * d.std(ddof=1) / math.sqrt(n) if n > 1 else ()
+    s["own_minus_null_ci95"] = [float(c) for c in low_high] or None
     s["explained"] = value(null / own) if abs(own) >= 0.01 else None
     s["across"] = value(flat["across"].mean())
     some = flat["own"][:1]  # one window: nothing to correlate
@@ -1104,18 +1108,17 @@ def three_checks(report, heads, removals=None):
             f" earlier positions give ([figure]({folder}/heads_map.png))."
         )
     removals = removals or {arm: arm for arm in report["arms"]}
+    kinds = [(removals.get(c["a"]), removals.get(c["b"])) for c in report["contrasts"]]
     tested = [
-        c
-        for c in report["contrasts"]
-        if removals.get(c["a"]) == "self" and removals.get(c["b"]) in ("fixed", "rotated")
+        c for c, k in zip(report["contrasts"], kinds, strict=True) if k in (("self", "fixed"), ("self", "rotated"))
     ]
     for c in tested:
         found = verdict(c, report["alpha"])
         said = {"lower": "The gain is that direction's own", "higher": "That direction does worse than the control"}
         said = said.get(found.split(",")[0], "No gain of that direction over the control is shown")
         lines.append(
-            f"- Direction specificity: {c['a']} − {c['b']} {number(c['mean'], '+.4f')} nats"
-            f" {between(c['ci95'], '+.4f')}, p_holm {number(c['p_holm'], '.2g')}, {found}. {said} ([figure](report.png))."
+            f"- Direction specificity: {c['a']} − {c['b']} {number(c['mean'], '+.4f')} {between(c['ci95'], '+.4f')}"
+            f" nats, p_holm {number(c['p_holm'], '.2g')}, {found}. {said} ([figure](report.png))."
         )
     if not tested:
         lines.append("- Direction specificity: self − fixed or self − rotated is not planned: not tested.")
@@ -1159,7 +1162,8 @@ def figure_scatter(path, r, panels):
         size = 22 if L * H < 400 else 8
         marks = axis.scatter(x, y, size, np.repeat(np.arange(L), H), cmap="cividis", linewidths=0, zorder=2)
         if se is None:
-            axis.axline([np.mean((x, y))] * 2, slope=1, color="0.6", lw=1, zorder=1)  # where both are equal
+            axis.autoscale(False)  # the line where both are equal may lie outside
+            axis.axline((0, 0), slope=1, color="0.6", lw=1, zorder=1)
         else:
             axis.errorbar(x, y, se, fmt="none", ecolor="0.75", elinewidth=0.8, zorder=1)
             axis.axhline(0, color="0.6", lw=1, zorder=0)
@@ -1174,9 +1178,20 @@ def figures_heads(out, r, x):
     s, means = r["summary"], {k: x[k].mean(0) for k in ("own", "null", "across", "delta")}  # (L, H)
     figure_map(out / "heads_map.png", r, means["own"], means["null"])
     own, null, across, delta = (a.ravel() for a in means.values())
-    panels = [(null, own, "own against null, by head", "null (cosine, earlier values)", "own (cosine)", None)]
+    panels = [
+        (
+            null,
+            own,
+            "own against null; on the line both are equal",
+            "null (cosine, earlier values)",
+            "own (cosine)",
+            None,
+        )
+    ]
     if r["summary"]["across"] is not None:
-        panels.append((across, own, "own group against others", "across (cosine, other groups)", "own (cosine)", None))
+        panels.append(
+            (across, own, "own group against the others", "across (cosine, other groups)", "own (cosine)", None)
+        )
     figure_scatter(out / "heads_null.png", r, panels)
     effects = np.isfinite(delta).all()
     if effects:

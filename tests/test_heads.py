@@ -509,6 +509,8 @@ def test_the_command_writes_a_report(work, capsys):
     own, delta = x["own"].reshape(6, 8), x["delta"].reshape(6, 8)
     s = r["summary"]
     assert s["own"] == pytest.approx(own.mean()) and s["explained"] == pytest.approx(x["null"].mean() / own.mean())
+    gap = (x["own"] - x["null"]).reshape(6, 8).mean(1)
+    assert s["own_minus_null_ci95"] == pytest.approx(stats.ttest_1samp(gap, 0).confidence_interval())
     assert [h["delta"] for h in r["heads"]] == pytest.approx(delta.mean(0))
     assert [h["delta_se"] for h in r["heads"]] == pytest.approx(delta.std(0, ddof=1) / math.sqrt(6))
     assert s["r_delta"] == pytest.approx(stats.pearsonr(delta[0::2].mean(0), delta[1::2].mean(0)).statistic)
@@ -589,6 +591,21 @@ def test_text_and_bos_of_a_transformers_model(work, saved):
             p = eager(path)(row[:, :-1]).logits.log_softmax(-1)[0]
         want.append(-np.mean([float(p[t, row[0, t + 1]]) for t in range(1, 21)]))
     assert r["loss"] == pytest.approx(np.mean(want), abs=1e-5)
+
+
+@pytest.mark.parametrize("family, fits", [("gpt2", True), ("gpt_neox", False)])
+def test_tokens_of_gpt2_for_a_model_without_a_tokenizer(family, fits, work, saved):
+    meta = json.loads(Path("data/tiny/meta.json").read_text()) | {"tokenizer": "gpt2"}
+    Path("data/tiny/meta.json").write_text(json.dumps(meta))
+    argv = ["heads", saved(family), "--data=tiny", "--windows=1", "--out=o"]
+    if fits:
+        analyze.main(argv)
+        assert json.loads(Path("o/heads.json").read_text())["text"] == "tiny"
+    else:
+        with pytest.raises(UserError, match="without a tokenizer"):
+            analyze.main(argv)
+    with pytest.raises(UserError, match="comes without a tokenizer"):
+        analyze.main(["heads", saved(family), "--text=tiny.txt"])
 
 
 def test_several_models_make_one_table_and_one_figure(work, saved):
