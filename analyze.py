@@ -609,6 +609,7 @@ def predicts(x, d, draws=1000, seed=0):
 HARMLESS = ("position_ids", "cache_position", "use_cache", "sliding_window")  # the window comes as the mask too
 DTYPES = ("float32", "bfloat16", "float16", "float64")
 ROWS = 8192  # tokens that go through a model together
+ROUNDING = 1e-6  # nats: a window's loss in float32 is no better, and the order of smaller effects means nothing
 LOGITS = 2**25  # logits in memory at a time: 128 MiB of float32
 
 
@@ -1023,7 +1024,7 @@ def summarize(x, n_kv_head):
     s["explained"] = value(null / own) if abs(own) >= 0.01 else None
     s["across"] = value(flat["across"].mean())
     some = flat["own"][:1]  # one window: nothing to correlate
-    delta = flat["delta"] if np.isfinite(flat["delta"]).all() else some
+    delta = flat["delta"] if np.abs(flat["delta"]).max() > ROUNDING else some  # False where NaN: not measured
     for name, a in (("r_stat", flat["own"]), ("r_delta", delta)):
         halves = split_half(a)
         s |= {name: halves.pop("r")} | {f"{name}_{k}": v for k, v in halves.items()}

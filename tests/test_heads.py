@@ -344,7 +344,8 @@ def test_removing_everywhere_is_the_self_arm(n_kv_head):
     arm.load_state_dict(model.state_dict())
     model.tap = removing({0: [[0, 1, 2, 3]], 1: [[0, 1, 2, 3]]}, first=0)
     assert torch.equal(token_losses(model, torch.tensor(W))[0], token_losses(arm, torch.tensor(W))[0])
-    x, _ = measure(arm, W, interventions=True)
+    x, K = measure(arm, W, interventions=True)
+    assert analyze.summarize(x, K)["summary"]["r_delta"] is None  # no reliability of rounding
     assert np.abs(x["delta"]).max() < 1e-6 and np.abs(x["delta_all"]).max() < 1e-6  # zero by construction
 
 
