@@ -926,10 +926,12 @@ def measure(model, w, bos=False, interventions=False, path=None, layers=None):
     def mean(losses):  # (B, T) -> (B,), without the position that only a token in front makes
         return losses[:, int(bos) :].double().mean(1).cpu().numpy()
 
-    def save():
-        if path is not None:
+    def save(after=-1):
+        nonlocal saved
+        if path is not None and time.monotonic() - saved > after:
             with whole_file(path, "wb") as f:
                 np.savez(f, key=np.array(key), **x)
+            saved = time.monotonic()
 
     ids, T = torch.as_tensor(w[:1]).to(next(model.parameters()).device), w.shape[1] - 1
     (H, K), L, n = first_look(model, ids), len(model.stack), len(w)
@@ -971,9 +973,8 @@ def measure(model, w, bos=False, interventions=False, path=None, layers=None):
                         removed = mean(token_losses(model, ids.repeat(len(heads), 1))[0])
                     x["delta"][rows, layer, heads] = (removed.reshape(len(heads), size) - loss).T
                     bar.update(size * len(heads))
-                if time.monotonic() - saved > 10:
-                    save()
-                    saved = time.monotonic()
+                save(after=10)  # seconds since the last time
+            save(after=10)
     finally:
         bar.close()
         model.tap = None
@@ -1040,15 +1041,15 @@ def summarize(x, n_kv_head):
 
 
 def between(ci, spec="+.2f"):
-    return "–" if ci is None else f"[{ci[0]:{spec}}, {ci[1]:{spec}}]"
+    return "" if ci is None else f" [{ci[0]:{spec}}, {ci[1]:{spec}}]"
 
 
 def markdown_heads(r):
     """heads.json -> heads.md: the numbers, and what each says."""
     s = r["summary"]
-    r_ = {k: f"{number(s[k], '.3f')} {between(s[k + '_ci95'])}" for k in s if k + "_ci95" in s}
+    r_ = {k: f"{number(s[k], '.3f')}{between(s[k + '_ci95'])}" for k in s if k + "_ci95" in s}
     brown = {k: f"Spearman-Brown {number(s[k + '_spearman_brown'], '.3f')}" for k in ("r_stat", "r_delta")}
-    gap = f"{number(s['own_minus_null'], '+.3f')} {between(s['own_minus_null_ci95'], '+.3f')}"
+    gap = f"{number(s['own_minus_null'], '+.3f')}{between(s['own_minus_null_ci95'], '+.3f')}"
     rows = [
         ["own", number(s["own"], "+.3f"), "cosine of a head's output with its own value"],
         ["null", number(s["null"], "+.3f"), "cosine with the values of earlier positions: what geometry alone gives"],
@@ -1097,7 +1098,7 @@ def three_checks(report, heads, removals=None):
     for folder, r in heads.items():
         s, ci = r["summary"], r["summary"]["own_minus_null_ci95"]
         where = f"{r['model']}, {r['windows']:,} windows, {r['tokens']:,} tokens"
-        floor = ", ".join(f"{k} {number(s[k], '.3f')} {between(s[k + '_ci95'])}" for k in ("r_stat", "r_delta"))
+        floor = ", ".join(f"{k} {number(s[k], '.3f')}{between(s[k + '_ci95'])}" for k in ("r_stat", "r_delta"))
         lines.append(
             f"- Noise floor ({where}): {floor}. This is how far other text would rank the heads alike by alignment and"
             f" by effect; 1 is no noise ([figure]({folder}/heads_halves.png))."
@@ -1105,7 +1106,7 @@ def three_checks(report, heads, removals=None):
         side = "not told apart from" if ci is None or ci[0] <= 0 <= ci[1] else "above" if ci[0] > 0 else "below"
         lines.append(
             f"- Geometric null ({where}): explained {number(s['explained'], '.1%')}, own − null"
-            f" {number(s['own_minus_null'], '+.3f')} {between(ci, '+.3f')}. Alignment with the own value is {side} what"
+            f" {number(s['own_minus_null'], '+.3f')}{between(ci, '+.3f')}. Alignment with the own value is {side} what"
             f" earlier positions give ([figure]({folder}/heads_map.png))."
         )
     removals = removals or {arm: arm for arm in report["arms"]}
@@ -1116,9 +1117,10 @@ def three_checks(report, heads, removals=None):
     for c in tested:
         found = verdict(c, report["alpha"])
         said = {"lower": "The gain is that direction's own", "higher": "That direction does worse than the control"}
+        said["not computed"] = "Not tested: runs are missing"
         said = said.get(found.split(",")[0], "No gain of that direction over the control is shown")
         lines.append(
-            f"- Direction specificity: {c['a']} − {c['b']} {number(c['mean'], '+.4f')} {between(c['ci95'], '+.4f')}"
+            f"- Direction specificity: {c['a']} − {c['b']} {number(c['mean'], '+.4f')}{between(c['ci95'], '+.4f')}"
             f" nats, p_holm {number(c['p_holm'], '.2g')}, {found}. {said} ([figure](report.png))."
         )
     if not tested:
@@ -1204,7 +1206,7 @@ def figures_heads(out, r, x):
         panels = []
         for k, r_k, name in (("own", "r_stat", "own (cosine)"), ("delta", "r_delta", "delta (nats)"))[: 1 + effects]:
             even, odd = (x[k][i::2].mean(0).ravel() for i in (0, 1))
-            title = f"{r_k} {number(s[r_k], '.3f')}, resampled halves {between(s[r_k + '_ci95'])}"
+            title = f"{r_k} {number(s[r_k], '.3f')}, resampled halves{between(s[r_k + '_ci95'])}"
             panels.append((even, odd, title, f"{name}, even windows", f"{name}, odd windows", None))
         figure_scatter(out / "heads_halves.png", r, panels)
 
