@@ -820,7 +820,7 @@ def token_losses(model, w, keep=-1):
     hooks = [layer.register_forward_hook(lambda _m, _a, x: outputs.append(x)) for layer in model.stack[keep:]]
     try:
         if isinstance(model, GPT):
-            return model(ids, targets, per_token=True)[1], outputs
+            return model(ids, targets, reduction="none")[1], outputs
         rows = max(1, LOGITS // (len(w) * model.config.get_text_config().vocab_size))
         sliced = "logits_to_keep" in inspect.signature(model.forward).parameters
         losses = []
