@@ -374,7 +374,7 @@ for n in (64, 400):
 """
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=ROOT, check=True)
     few, many = map(int, done.stdout.split())  # MiB
-    assert many - few < 30  # the logits of the other windows alone are 330 MiB
+    assert many - few < 100  # the logits of the other windows alone are 330 MiB; an allocator keeps some of its own
 
 
 # --- transformers models
