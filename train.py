@@ -408,6 +408,8 @@ def train_run(config, arm, seed, data, record, folder, bar):
         optimizer.load_state_dict(state["optimizer"])
         step, rows = state["step"], state["rows"]
         say(f"{arm} seed{seed}: resumes at step {step}")
+    if config.compile:  # as in a fresh process: after 8 variants of a function torch goes on without compiling
+        torch.compiler.reset()
     model = torch.compile(raw) if config.compile else raw
     path_model = model  # the training path, for the audit
     if dist.is_initialized():
