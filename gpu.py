@@ -18,6 +18,7 @@ import hashlib
 import json
 import os
 import platform
+import re
 import signal
 import statistics
 import subprocess
@@ -114,8 +115,8 @@ def trained(device, small, deadline, config, out, *flags, torchrun=False, stop=N
     if status != (128 + signal.SIGTERM if stop else 0):
         if time.monotonic() >= deadline:
             raise RuntimeError("not finished, the time is over")
-        errors = [x for x in said if "rror" in x and "elastic" not in x] or said or ["no output"]
-        raise RuntimeError(f"exit status {status}: {errors[-1]}")
+        errors = [x for x in said if re.match(r"error: |[\w.]*(Error|Exception): ", x)] or said[-1:] or ["no output"]
+        raise RuntimeError(f"exit status {status}: {errors[0]}")
     return json.loads(next(x for x in reversed(said) if x.startswith('{"peak"')))
 
 
