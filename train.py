@@ -541,7 +541,7 @@ def wandb_run(config, arm, seed, record, rows):
     try:
         log = wandb.init(project=config.wandb_project, name=name, config=record, reinit="finish_previous")
     except wandb.Error as e:
-        raise UserError(f"wandb: {e}; with WANDB_MODE=offline it needs neither account nor connection") from None
+        raise UserError(f"wandb: {str(e).rstrip('.')}; WANDB_MODE=offline needs no account or connection") from None
     log.define_metric("*", step_metric="iter")
     for row in rows:
         log.log(row)
