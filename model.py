@@ -241,16 +241,14 @@ class GPT(nn.Module):
         loss = token_loss(x.flatten(0, 1), self.lm_head, targets.flatten(), reduction)
         return None, loss.view(targets.shape) if reduction == "none" else loss
 
-    @classmethod
-    def from_pretrained(cls, name, seed=0, **overrides):
+    @staticmethod
+    def pretrained_shape(name):
         """
-        GPT-2 weights through transformers: "gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl" or a local folder.
+        The fields of GPTConfig that the weights of a GPT-2 fix, and its block_size, which may be cropped.
 
-        overrides: fields of GPTConfig, such as removal="self"; a smaller block_size crops the positions. The seed fixes
-        the control directions.
         Raises ValueError where the model can't be had, or is no GPT-2 that this file can reproduce.
         """
-        from transformers import AutoConfig, GPT2LMHeadModel
+        from transformers import AutoConfig
 
         try:
             c = AutoConfig.from_pretrained(name)
@@ -271,14 +269,28 @@ class GPT(nn.Module):
                 raise ValueError(f"pretrained model {name!r} has {key}={getattr(c, key)}; only {value} is supported")
         if c.n_inner not in (None, 4 * c.n_embd):
             raise ValueError(f"pretrained model {name!r} has n_inner={c.n_inner}; only {4 * c.n_embd} is supported")
-        shape = {k: getattr(c, k) for k in ("vocab_size", "n_layer", "n_head", "n_embd")} | {"bias": True}
+        shape = {k: getattr(c, k) for k in ("vocab_size", "n_layer", "n_head", "n_embd")}
+        return {"block_size": c.n_positions, **shape, "bias": True}
+
+    @classmethod
+    def from_pretrained(cls, name, seed=0, **overrides):
+        """
+        GPT-2 weights through transformers: "gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl" or a local folder.
+
+        overrides: fields of GPTConfig, such as removal="self"; a smaller block_size crops the positions. The seed fixes
+        the control directions.
+        Raises ValueError where the model can't be had, is no GPT-2 that this file can reproduce, or has another shape.
+        """
+        from transformers import GPT2LMHeadModel
+
+        shape = cls.pretrained_shape(name)
+        config = GPTConfig(**(shape | overrides))
         for key, value in shape.items():
-            if overrides.get(key, value) != value:
-                raise ValueError(f"{key}={overrides[key]}, but pretrained model {name!r} has {key}={value}")
-        config = GPTConfig(**{"block_size": c.n_positions, **shape, **overrides})
-        if config.block_size > c.n_positions:
-            raise ValueError(f"block_size={config.block_size} is more than the {c.n_positions} positions of {name!r}")
-        if config.n_kv_head not in (None, c.n_head):
+            if key == "block_size" and config.block_size > value:
+                raise ValueError(f"block_size={config.block_size} is more than the {value} positions of {name!r}")
+            if key != "block_size" and getattr(config, key) != value:
+                raise ValueError(f"{key}={getattr(config, key)}, but pretrained model {name!r} has {key}={value}")
+        if config.n_kv_head not in (None, config.n_head):
             raise ValueError(f"n_kv_head={config.n_kv_head}, but pretrained model {name!r} has no grouped queries")
         try:
             source = GPT2LMHeadModel.from_pretrained(name, dtype=torch.float32).state_dict()

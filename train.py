@@ -61,7 +61,7 @@ class Config(GPTConfig):
     # data and places
     out_dir: str | None = None  # None: out/ and the name of the config
     dataset: str = "pydocs"  # a folder in data/
-    init_from: str = "scratch"  # or any name that GPT.from_pretrained takes
+    init_from: str = "scratch"  # or any name that GPT.from_pretrained takes; a shape that is not set is then its own
     # a step
     batch_size: int = 12  # sequences a step, over all devices
     micro_batch_size: int | None = None  # sequences that one device takes at once; None: its whole share
@@ -119,6 +119,9 @@ def read_config(path, flags):
         if repeated := [k for k in keys if keys.count(k) > 1]:
             raise UserError(f"config {path} names {repeated[0]!r} twice in one dict: two arms need two names")
     values.update(flags)
+    if isinstance(name := values.get("init_from", "scratch"), str) and name != "scratch":
+        with pretrained_errors():
+            values = GPT.pretrained_shape(name) | values  # what is set and does not fit is refused with the weights
     for name, value in values.items():
         if name == "gradient_accumulation_steps":
             raise UserError(
@@ -177,6 +180,10 @@ def model_config(config, arm, vocab_size):
     for name, value in config.arms[arm].items():
         if name in SHAPE:
             raise UserError(f"arm {arm} sets {name}: then it would be measured on other text than the other arms")
+        if name in ("n_layer", "n_head", "n_embd", "bias", "n_kv_head") and config.init_from != "scratch":
+            raise UserError(
+                f"arm {arm} sets {name}, which the weights of init_from={config.init_from!r} fix for all arms"
+            )
         if name not in known:
             raise UserError(f"arm {arm} sets {name}, which is no flag of the model{nearest(name, known)}")
         values[name] = typed(f"arm {arm}: {name}", value, known[name])
@@ -184,6 +191,25 @@ def model_config(config, arm, vocab_size):
         return GPTConfig(**values)
     except ValueError as e:
         raise UserError(f"arm {arm}: {e}") from None
+
+
+@contextlib.contextmanager
+def pretrained_errors():
+    try:
+        yield
+    except ImportError:
+        raise UserError("init_from needs transformers: pip install transformers") from None
+    except ValueError as e:
+        raise UserError(f"init_from: {e}") from None
+
+
+def first_model(config, arm, seed):
+    """The model that a run starts with; all arms of a seed have the same parameters."""
+    gpt_config = model_config(config, arm, config.vocab_size)
+    if config.init_from == "scratch":
+        return GPT(gpt_config, seed)
+    with pretrained_errors():
+        return GPT.from_pretrained(config.init_from, seed, **vars(gpt_config))
 
 
 def narrow(config, arms, seeds):
@@ -210,7 +236,11 @@ def narrow(config, arms, seeds):
 def make_plan(config, data):
     """All that binds an experiment, as plain JSON values; written before the first step."""
     here = Path(__file__).parent
-    git = subprocess.run(["git", "-C", here, "describe", "--always", "--dirty"], capture_output=True, text=True)
+    try:
+        git = ["git", "-C", here, "describe", "--always", "--dirty"]
+        commit = subprocess.run(git, capture_output=True, text=True).stdout.strip()
+    except OSError:  # a machine without git
+        commit = ""
     losses = data["references"]
     return {
         "config": {k: v for k, v in vars(config).items() if k not in ("arms", "seeds", "contrasts", "alpha", "margin")},
@@ -221,7 +251,7 @@ def make_plan(config, data):
         "margin": config.margin,
         "data": data["record"],
         "source": {name: hashlib.sha256((here / name).read_bytes()).hexdigest() for name in SOURCES},
-        "commit": git.stdout.strip() or None,
+        "commit": commit or None,
         "packages": {"python": platform.python_version(), "torch": str(torch.__version__), "numpy": np.__version__},
         "machine": {"system": platform.platform(), "processor": platform.machine(), "cores": os.cpu_count()},
         "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
@@ -392,14 +422,9 @@ def train_run(config, arm, seed, data, record, folder, bar):
     device = torch.device(kind, torch.cuda.current_device()) if kind == "cuda" else torch.device(kind)
     share = config.batch_size // processes  # sequences a step of this process
     micro = config.micro_batch_size or share
-    gpt_config = model_config(config, arm, config.vocab_size)
-    if config.init_from == "scratch":
-        raw = GPT(gpt_config, seed)
-    else:
-        try:
-            raw = GPT.from_pretrained(config.init_from, seed, **vars(gpt_config))
-        except ValueError as e:
-            raise UserError(f"init_from: {e}") from None
+    raw = first_model(config, arm, seed)
+    if config.init_from != "scratch" and digest(dict(raw.named_parameters())) != record["data"]["init_from_sha256"]:
+        raise UserError(f"init_from: the weights of {config.init_from!r} have changed since the plan was written")
     raw.to(device)
     optimizer = make_optimizer(raw, config)
     step, rows = 0, []
@@ -408,6 +433,8 @@ def train_run(config, arm, seed, data, record, folder, bar):
         optimizer.load_state_dict(state["optimizer"])
         step, rows = state["step"], state["rows"]
         say(f"{arm} seed{seed}: resumes at step {step}")
+    if config.compile:  # as in a fresh process: after 8 variants of a function torch goes on without compiling
+        torch.compiler.reset()
     model = torch.compile(raw) if config.compile else raw
     path_model = model  # the training path, for the audit
     if dist.is_initialized():
@@ -526,7 +553,10 @@ def wandb_run(config, arm, seed, record, rows):
     import wandb
 
     name = f"{Path(config.out_dir).name}/{arm}/seed{seed}"
-    log = wandb.init(project=config.wandb_project, name=name, config=record, reinit="finish_previous")
+    try:
+        log = wandb.init(project=config.wandb_project, name=name, config=record, reinit="finish_previous")
+    except wandb.Error as e:
+        raise UserError(f"wandb: {str(e).rstrip('.')}; WANDB_MODE=offline needs no account or connection") from None
     log.define_metric("*", step_metric="iter")
     for row in rows:
         log.log(row)
@@ -590,6 +620,11 @@ def prepare_machine(config):
     choose(config)
     if not {"cpu": True, "cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available()}[config.device]:
         raise UserError(f"device={config.device}: there is none on this machine")
+    if config.wandb_log:
+        try:
+            from wandb import init  # noqa: F401  (a folder wandb/ of offline runs passes for a package, but has none)
+        except ImportError:
+            raise UserError("wandb_log=True needs wandb: pip install wandb") from None
     share = config.batch_size // PROCESSES
     if config.batch_size % PROCESSES:
         raise UserError(f"batch_size={config.batch_size} sequences can't be divided among {PROCESSES} processes")
@@ -611,6 +646,10 @@ def open_data(config):
     folder = Path("data") / config.dataset
     train, val, meta = prepare.load(folder, config.vocab_size, check=RANK == 0)
     config.vocab_size = config.vocab_size or meta["vocab_size"]
+    if config.init_from != "scratch" and meta["tokenizer"] == "char" and meta["vocab_size"] != config.vocab_size:
+        raise UserError(
+            f"{folder} is in characters, init_from={config.init_from!r} reads tokens: prepare it with --tokenizer=gpt2"
+        )
     if len(train) <= config.block_size:
         raise UserError(f"{folder} has {len(train)} training tokens, too few for block_size={config.block_size}")
     windows = prepare.windows(val, config.block_size, config.eval_tokens)
@@ -620,6 +659,9 @@ def open_data(config):
     data = {"train": train, "windows": windows}
     if RANK == 0:
         record |= {f"{split}_sha256": meta["sha256"][split] for split in ("train", "val")}
+        if config.init_from != "scratch":
+            start = first_model(config, next(iter(config.arms)), 0)
+            record["init_from_sha256"] = digest(dict(start.named_parameters()))
         data["references"] = prepare.reference_losses(train, windows, config.vocab_size)
         for contrast in config.contrasts:
             if contrast[1] == "bigram" and data["references"]["bigram"] is None:
