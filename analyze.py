@@ -306,7 +306,7 @@ def load_checkpoint(path):
 
 def build(ckpt):
     """A fresh model from the config and weights of a checkpoint, in evaluation mode."""
-    model = GPT(GPTConfig(**{f.name: ckpt["config"][f.name] for f in fields(GPTConfig)}), ckpt["seed"])
+    model = GPT(GPTConfig(**{f.name: ckpt["config"].get(f.name, f.default) for f in fields(GPTConfig)}), ckpt["seed"])
     model.load_state_dict(ckpt["model"])
     return model.eval()
 
