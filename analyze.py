@@ -189,6 +189,13 @@ def read_runs(out, plan):
             continue
         expected = {"config": plan["config"] | plan["arms"][arm], "data": plan["data"], "source": plan["source"]}
         lines = prepare.differences(expected, {part: run[part] for part in expected})
+        for name, planned in (("arm", arm), ("seed", seed)):  # a folder that was copied is no run of its own
+            if run[name] != planned:
+                lines.append(f"{name}: planned {planned}, now {run[name]}")
+        if run["window_losses"] is not None and abs(run["val_loss"] - np.mean(run["window_losses"])) > 1e-9:
+            lines.append(
+                f"val_loss: {run['val_loss']}, but its window_losses have mean {np.mean(run['window_losses'])}"
+            )
         if run["torch"] != plan["packages"]["torch"]:
             lines.append(f"torch: planned {plan['packages']['torch']}, now {run['torch']}")
         deviations += [f"Run {arm}/seed{seed} differs from the plan in {line}." for line in lines]
@@ -286,6 +293,11 @@ def audit(out, runs, previous):
             result["failed"].append(name)
             where = "on re-measuring a model built from its saved config"
             result["sentences"].append(f"Run {name} fails the audit {where}: {'; '.join(problems)}.")
+    measured = {f"{arm}/seed{seed}" for arm, seed in todo}
+    for name, sentence in zip((previous or {}).get("failed", ()), (previous or {}).get("sentences", ()), strict=False):
+        if name not in measured:  # a failure is not forgotten with its checkpoint
+            result["failed"].append(name)
+            result["sentences"].append(sentence)
     return result | {"max_abs_diff": worst, "max_abs_diff_path": worst_path}
 
 
@@ -321,7 +333,7 @@ def report_runs(out):
     runs, deviations = read_runs(out, plan)
     old = prepare.read_json(out / "report.json") if (out / "report.json").exists() else {}
     checked = audit(out, runs, old.get("audit") if old.get("plan_sha256") == sha else None)
-    deviations += checked.pop("sentences", [])
+    deviations += checked["sentences"]
     arms = {}
     for arm in plan["arms"]:
         rows = [runs[arm, seed] for seed in plan["seeds"]]
@@ -431,7 +443,8 @@ def markdown(report, plan, name):
     if a["checked"]:
         carried = " (carried over from an earlier report: the weights are not here)" if a.get("carried_over") else ""
         text += (
-            f"\nAudit{carried}: {a['checked']} checkpoints measured again, {len(a['failed'])} failed; largest"
+            f"\nAudit{carried}: {a['checked']} of {sum(v['n'] for v in report['arms'].values())} runs measured"
+            f" again, {len(a['failed'])} failed; largest"
             f" difference {a['max_abs_diff']:.1e} in a window (tolerance {WINDOW_TOLERANCE:g}),"
             f" {a['max_abs_diff_path']:.1e} on the training path.\n"
         )

@@ -397,8 +397,8 @@ def load_state(folder, record):
         state = torch.load(path, map_location="cpu", weights_only=True)
         if state.pop("digest") != digest(state):
             raise ValueError("its contents are not what was saved")
-        if differences(state["record"], record):
-            raise ValueError("it belongs to another config, data or source")
+        if differences(state["record"], record) or any(state["record"][k] != record[k] for k in ("arm", "seed")):
+            raise ValueError("it belongs to another run, config, data or source")
         return state
     except Exception as e:  # a damaged file can raise anything in its reader
         say(f"{path} can't be resumed ({' '.join(str(e).split())[:200]}): this run starts from its beginning")
@@ -466,7 +466,7 @@ def train_run(config, arm, seed, data, record, folder, bar):
         for group in optimizer.param_groups:
             group["lr"] = learning_rate(config, step)
         w = batch(data["train"], seed, step, config.batch_size, T)[rank * share : (rank + 1) * share]  # (share, T + 1)
-        key = (seed, "dropout", step, rank) if config.dropout else None
+        key = (seed, "dropout", step, rank) if raw.config.dropout else None
         loss, norm = take_step(model, optimizer, w.to(device), micro, autocast, config.grad_clip, key)
         if processes > 1:  # the mean over processes, and whether one of them was told to stop
             both = torch.stack([loss / processes, torch.tensor(float(STOP["signal"]), device=device)])
@@ -510,7 +510,7 @@ def train_run(config, arm, seed, data, record, folder, bar):
     final = {"iter": step, "val_loss": float(losses.mean()) if status == "finished" else None}
     rows.append(final)
     if rank == 0:
-        if config.dropout:
+        if raw.config.dropout:
             raw.eval()
         fixed = batch(data["train"], seed, config.max_iters, config.batch_size, T)[:micro]  # (micro, T + 1)
         with torch.no_grad(), autocast:

@@ -422,3 +422,34 @@ def test_arms_have_their_own_colours():
     assert styles["FFN+SelfBias"]["color"] == styles["FFN"]["color"]
     many = analyze.arm_styles([f"arm{i}" for i in range(20)])
     assert len({(s["color"], s["linestyle"]) for s in many.values()}) == 20
+
+
+def test_a_failed_audit_is_not_forgotten_with_its_checkpoint(out):
+    respoil(out / "Half/seed1/ckpt.pt", lambda c: c["model"]["wte.weight"].mul_(1.1))
+    first = report()
+    assert first["status"] == "exploratory" and first["audit"]["failed"] == ["Half/seed1"]
+    (out / "Half/seed1/ckpt.pt").unlink()
+    some = report()
+    assert some["deviations"] == first["deviations"] and some["audit"]["checked"] == 14
+    assert "14 of 15 runs measured again, 1 failed" in (out / "report.md").read_text()
+    for path in out.glob("*/*/ckpt.pt"):
+        path.unlink()
+    none = report()
+    assert none["status"] == "exploratory" and none["deviations"] == first["deviations"]
+
+
+def test_a_copied_run_is_no_run_of_its_own(out):
+    shutil.rmtree(out / "Full/seed1")
+    shutil.copytree(out / "Full/seed0", out / "Full/seed1")
+    r = report()
+    assert r["status"] == "exploratory" and r["deviations"] == [
+        "Run Full/seed1 differs from the plan in seed: planned 1, now 0."
+    ]
+
+
+def test_a_loss_that_is_not_the_mean_of_its_windows_shows(out):
+    path = out / "Full/seed0/log.jsonl"
+    lines = path.read_text().splitlines()
+    path.write_text("\n".join([*lines[:-1], json.dumps(json.loads(lines[-1]) | {"val_loss": 1.0})]) + "\n")
+    r = report()
+    assert r["status"] == "exploratory" and "val_loss: 1.0, but its window_losses have mean" in r["deviations"][0]

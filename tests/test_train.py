@@ -501,3 +501,27 @@ def test_routing_1m_contains_residual_1m():
     a, b = (vars(train.read_config(str(ROOT / f"config/{n}_1m.py"), {})) for n in ("residual", "routing"))
     assert len(b["arms"]) == 12 and all(b["arms"][k] == v for k, v in a["arms"].items())
     assert {k for k in a if a[k] != b[k]} == {"arms", "contrasts", "out_dir"}
+
+
+def test_dropout_of_an_arm_is_seeded(place):
+    """The same run alone, after another, and resumed: the same bits, and a training path without dropout."""
+    Path("toy.py").write_text(CONFIG + "arms = {'Full': {}, 'Drop': {'dropout': 0.3}}\ncontrasts = []\n")
+    run("--out_dir=a")
+    run("--out_dir=b", "--seeds=1", "--arms=Drop")
+    assert fingerprint("a", "Drop", 1) == fingerprint("b", "Drop", 1)
+    c = ckpt("a", "Drop")
+    model = GPT(train.model_config(train.read_config("toy.py", {}), "Drop", c["config"]["vocab_size"])).eval()
+    model.load_state_dict(c["model"])
+    w = c["training_path_batch"].long()
+    with torch.no_grad():
+        assert float(model(w[:, :-1], w[:, 1:])[1]) == pytest.approx(c["training_path_loss"], abs=1e-6)
+
+
+def test_the_state_of_another_seed_is_not_resumed(place, capsys):
+    killed_at(9, "--out_dir=x", "--arms=Full", "--seeds=0", "--max_iters=800")
+    state = Path("x/Full/seed0/state.pt")
+    record = torch.load(state, weights_only=True)["record"]
+    assert train.load_state(state.parent, record) is not None
+    assert train.load_state(state.parent, record | {"seed": 1}) is None
+    assert train.load_state(state.parent, record | {"arm": "Self"}) is None
+    assert "belongs to another run" in capsys.readouterr().out
