@@ -1001,7 +1001,9 @@ def measurement_key(model, w, bos):
     """A hash of all that the numbers depend on: weights, config, windows, and the code that measures."""
     config = model.config if isinstance(model, GPT) else model.config.to_json_string()
     parts = [config, bos, w.shape, torch.__version__, str(next(model.parameters()).device.type)]
-    parts += [(k, p.dtype, p.shape, p.sum(dtype=torch.float64).item()) for k, p in model.state_dict().items()]
+    for k, p in model.state_dict().items():  # the bytes themselves: a sum is the same for permuted weights
+        raw = p.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
+        parts.append((k, p.dtype, p.shape, hashlib.sha256(raw).hexdigest()))
     code = [Path(__file__).with_name(name).read_bytes() for name in ("analyze.py", "model.py")]
     return hashlib.sha256(b"".join([repr(parts).encode(), np.ascontiguousarray(w).tobytes(), *code])).hexdigest()
 

@@ -110,7 +110,7 @@ def read_config(path, flags):
     try:
         source = Path(path).read_text(encoding="utf-8")
         exec(compile(source, path, "exec"), values)
-    except Exception as e:  # whatever the config's own code raises is for its author
+    except (Exception, SystemExit) as e:  # whatever the config's own code raises is for its author
         line = getattr(e, "lineno", None) or (e.__traceback__.tb_next and e.__traceback__.tb_next.tb_lineno)
         raise UserError(f"config {path}, line {line}: {type(e).__name__}: {e}") from None
     values = {k: v for k, v in values.items() if not k.startswith("_") and not isinstance(v, type(sys))}
@@ -133,17 +133,31 @@ def read_config(path, flags):
         values[name] = typed(name, value, TYPES[name])
     config = Config(**values)
     config.seeds = list(config.seeds)
+    for c in config.contrasts:
+        if not isinstance(c, list | tuple) or len(c) != 2 or not all(isinstance(name, str) for name in c):
+            raise UserError(f"contrast {c!r} must be a pair of two names, such as ('FFNOnly', 'AttnOnly')")
     config.contrasts = [list(c) for c in config.contrasts]
-    config.out_dir = config.out_dir or str(Path("out") / Path(path).stem)
+    config.out_dir = str(Path("out") / Path(path).stem) if config.out_dir is None else config.out_dir
     config.lr_decay_iters = config.max_iters if config.lr_decay_iters is None else config.lr_decay_iters
     check_config(config)
     return config
 
 
 def check_config(config):
-    for name in ("batch_size", "max_iters", "eval_interval", "log_interval", "checkpoint_interval"):
-        if getattr(config, name) < 1:
-            raise UserError(f"{name}={getattr(config, name)} must be at least 1")
+    least = dict.fromkeys(("batch_size", "max_iters", "eval_interval", "log_interval", "checkpoint_interval"), 1)
+    least |= dict.fromkeys(("lr_decay_iters", "eval_tokens", "vocab_size", "micro_batch_size"), 1)
+    least |= dict.fromkeys(
+        ("learning_rate", "min_lr", "weight_decay", "beta1", "beta2", "grad_clip", "warmup_iters"), 0
+    )
+    for name, value in vars(config).items():
+        if isinstance(value, float) and not math.isfinite(value):
+            raise UserError(f"{name}={value} must be finite")
+        if value is not None and name in least and value < least[name]:
+            raise UserError(f"{name}={value} must be at least {least[name]}")
+    if config.beta1 >= 1 or config.beta2 >= 1:
+        raise UserError(f"beta1={config.beta1} and beta2={config.beta2} must be below 1")
+    if not config.out_dir:
+        raise UserError("out_dir must not be empty")
     if not config.margin > 0 or not 0 < config.alpha < 1:
         raise UserError(f"margin={config.margin} must be positive and alpha={config.alpha} between 0 and 1")
     for name, choices in (("device", ("auto", "cpu", "cuda", "mps")), ("dtype", ("auto", "float32", "bfloat16"))):
@@ -158,16 +172,18 @@ def check_config(config):
             raise UserError(f"seeds hold {seed!r}: each must be an integer from 0 on, and there once")
     lower = [str(arm).lower() for arm in config.arms]
     for arm, overrides in config.arms.items():
-        if type(arm) is not str or not re.fullmatch(r"[A-Za-z0-9_+][A-Za-z0-9_.+-]*", arm) or arm in REFERENCES:
+        if type(arm) is not str or not re.fullmatch(r"[A-Za-z0-9_+][A-Za-z0-9_.+-]{0,99}", arm) or arm in REFERENCES:
             raise UserError(f"arm {arm!r}: a name is letters, digits and _+-. and neither unigram nor bigram")
+        if arm.startswith(("plan.", "report.")):
+            raise UserError(f"arm {arm}: its folder would have the name of a file of ours")
         if lower.count(arm.lower()) > 1:  # one folder where the file system does not tell case
             raise UserError(f"two arms are named {arm}: give each a name of its own")
         if type(overrides) is not dict:
             raise UserError(f"arm {arm} must be a dict of model flags, not {overrides!r}")
         model_config(config, arm, 1)
     for contrast in config.contrasts:
-        if len(contrast) != 2 or config.contrasts.count(contrast) > 1 or contrast[0] == contrast[1]:
-            raise UserError(f"contrast {contrast} must be a pair of two names, and there once")
+        if config.contrasts.count(contrast) > 1 or contrast[0] == contrast[1]:
+            raise UserError(f"contrast {contrast} must be of two names, and there once")
         for name, known in zip(contrast, (list(config.arms), [*config.arms, *REFERENCES]), strict=True):
             if name not in known:
                 raise UserError(f"contrast {contrast} names no arm with {name!r}{nearest(name, known)}")
@@ -218,14 +234,21 @@ def narrow(config, arms, seeds):
     for name in names:
         if name not in config.arms:
             raise UserError(f"--arms names {name!r}, which is no arm of the config{nearest(name, config.arms)}")
+    if len(set(names)) < len(names):
+        raise UserError(f"--arms={arms} must name each arm once")
     if seeds is None:
         return names, config.seeds
     if not re.fullmatch(r"\d+(-\d+)?(,\d+(-\d+)?)*", seeds):
         raise UserError(f"--seeds={seeds} must look like 0-3 or 0,2,5")
     ends = [[int(x) for x in part.split("-")] for part in seeds.split(",")]
-    numbers = [seed for end in ends for seed in range(end[0], end[-1] + 1)]
-    if missing := [seed for seed in numbers if seed not in config.seeds]:
-        raise UserError(f"--seeds names {missing[0]}, which is no seed of the config")
+    numbers = []
+    for end in ends:
+        for seed in range(end[0], end[-1] + 1):
+            if seed not in config.seeds:
+                raise UserError(f"--seeds names {seed}, which is no seed of the config")
+            numbers.append(seed)
+    if not numbers or len(set(numbers)) < len(numbers):
+        raise UserError(f"--seeds={seeds} must name a seed, and each once")
     return names, numbers
 
 
@@ -269,6 +292,15 @@ def bind_plan(out, new, amend):
     with locked(out / "plan.lock", wait=True):
         if not path.exists():
             plan = new
+            if any(out.glob("*/seed*/ckpt.pt")):  # a plan that comes after the results plans nothing
+                if amend is None:
+                    raise UserError(f"{out} holds finished runs and no plan.json: choose another --out_dir, or --amend")
+                note = {
+                    "time": new["time"],
+                    "reason": amend,
+                    "changes": ["the plan was written after runs had finished"],
+                }
+                plan = new | {"amendments": [note]}
         else:
             plan = prepare.read_json(path)
             lines = differences(plan, new)
@@ -680,6 +712,8 @@ def main(argv):
     if len(configs) != 1:
         raise UserError("name one config: python train.py config/NAME.py [--key=value ...]")
     arms, seeds, amend, plan_only = (flags.pop(name, None) for name in ("arms", "seeds", "amend", "plan"))
+    if amend == "":
+        raise UserError("--amend needs a reason: write --amend='why'")
     config = read_config(configs[0], flags)
     arms, seeds = narrow(config, arms, seeds)
     prepare_machine(config)

@@ -394,6 +394,22 @@ BAD = [
     (["--arms=Ful"], "did you mean Full?"),
     (["--seeds=0-9"], "names 2, which is no seed"),
     (["--seeds=a"], "must look like 0-3"),
+    (["--seeds=0-99999999999"], "names 2, which is no seed"),
+    (["--seeds=1-0"], "must name a seed, and each once"),
+    (["--seeds=0,0"], "must name a seed, and each once"),
+    (["--arms=Full,Full"], "must name each arm once"),
+    (["--amend="], "--amend needs a reason"),
+    (["--out_dir="], "out_dir must not be empty"),
+    (["--vocab_size=0"], "vocab_size=0 must be at least 1"),
+    (["--eval_tokens=0"], "eval_tokens=0 must be at least 1"),
+    (["--grad_clip=-1"], "grad_clip=-1.0 must be at least 0"),
+    (["--weight_decay=-1"], "weight_decay=-1.0 must be at least 0"),
+    (["--warmup_iters=-5"], "warmup_iters=-5 must be at least 0"),
+    (["--lr_decay_iters=0"], "lr_decay_iters=0 must be at least 1"),
+    (["--learning_rate=-1"], "learning_rate=-1.0 must be at least 0"),
+    (["--learning_rate=1e999"], "learning_rate=inf must be finite"),
+    (["--margin=1e400"], "margin=inf must be finite"),
+    (["--beta1=1.0"], "must be below 1"),
     (["--dataset=shakespeare"], "run `python prepare.py shakespeare` first"),
     (["--dataset=nothing"], "run `python prepare.py SOURCE --out=data/nothing` first"),
     (["--removal=selfish"], "removal='selfish' must be one of"),
@@ -428,13 +444,21 @@ CONFIGS = [
     ("x = 1 / 0", "config toy.py, line 1"),
     ("def f(:", "config toy.py, line 1"),
     ("margin = 0", "margin=0.0 must be positive"),
+    ("min_lr = float('nan')", "min_lr=nan must be finite"),
+    ("contrasts = [5]", "must be a pair of two names"),
+    ("contrasts = ['AB']", "must be a pair of two names"),
+    ("contrasts = [(1, 'Full')]", "must be a pair of two names"),
+    ("arms = {'plan.json': {}}\ncontrasts = []", "the name of a file of ours"),
+    ("raise SystemExit(3)", "config toy.py, line"),
     ("max_iters = 0", "max_iters=0 must be at least 1"),
 ]
 
 
 @pytest.mark.parametrize("text, message", CONFIGS, ids=[t.splitlines()[0] for t, _ in CONFIGS])
 def test_bad_configs(place, text, message):
-    Path("toy.py").write_text(text + "\n" + ("" if "arms" in text or "line 1" in message else CONFIG) + "\n" + text)
+    Path("toy.py").write_text(
+        text + "\n" + ("" if "arms" in text or "config toy.py, line" in message else CONFIG) + "\n" + text
+    )
     with pytest.raises(UserError, match=re.escape(message)):
         run()
     assert not Path("out").exists()
@@ -525,3 +549,13 @@ def test_the_state_of_another_seed_is_not_resumed(place, capsys):
     assert train.load_state(state.parent, record | {"seed": 1}) is None
     assert train.load_state(state.parent, record | {"arm": "Self"}) is None
     assert "belongs to another run" in capsys.readouterr().out
+
+
+def test_a_plan_after_the_runs_is_no_plan(place):
+    run("--seeds=0", "--arms=Full")
+    Path("out/toy/plan.json").unlink()
+    with pytest.raises(UserError, match="holds finished runs and no plan.json"):
+        run("--margin=0.5")
+    run("--margin=0.5", "--plan", "--amend=lost the file")
+    (note,) = json.loads(Path("out/toy/plan.json").read_text())["amendments"]
+    assert note["changes"] == ["the plan was written after runs had finished"]
