@@ -668,7 +668,11 @@ def prepare_machine(config):
     if config.device == "cuda":
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
     if "RANK" in os.environ:
-        dist.init_process_group("nccl" if config.device == "cuda" else "gloo")
+        # torchrun may keep its store over a restart: keys of its own for each, or we would call a process that is dead
+        store, rank, world = next(dist.rendezvous("env://"))
+        store = dist.PrefixStore(f"restart{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", store)
+        backend = "nccl" if config.device == "cuda" else "gloo"
+        dist.init_process_group(backend, store=store, rank=rank, world_size=world)
     torch.use_deterministic_algorithms(config.deterministic)
     torch.utils.deterministic.fill_uninitialized_memory = False  # a debugging aid that costs time
 
