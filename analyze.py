@@ -479,9 +479,8 @@ def figure_runs(path, report, plan, runs):
     for (arm, _), run in runs.items():
         history = [(i, v) for i, v in (run["val_history"] if run else ()) if v is not None]
         line = {k: styles[arm][k] for k in ("color", "linestyle")}
-        line["linewidth"] = max(
-            1.2, 3.0 - 0.6 * arms.index(arm)
-        )  # an arm that covers another leaves its rim to be seen
+        # an arm that covers another leaves its rim to be seen
+        line["linewidth"] = max(1.2, 3.0 - 0.6 * arms.index(arm))
         left.plot(*(zip(*history, strict=True) if history else ([], [])), **line)
     for i, arm in enumerate(arms):
         left.plot([], [], color=styles[arm]["color"], linestyle=styles[arm]["linestyle"], label=arm)

@@ -634,10 +634,15 @@ def agreed(value):
 
 
 def choose(config):
-    """Put what bench.py shows to be best for this shape and device in the place of each `auto`."""
+    """
+    Put a choice for this shape and device in the place of each `auto`.
+
+    On a CPU with bfloat16 instructions an eager step in it was 1.94 times as fast at width 384, 1.60 times at 768, and
+    no faster at 128 (0.98). A bound of 256 lies between. Compiled code on a CPU and all on a GPU are unmeasured.
+    """
     if config.device == "auto":
         config.device = "cuda" if torch.cuda.is_available() else "cpu"
-    wide = config.n_embd >= 256  # below, a step is too small to gain from bfloat16 or from compiled code on a CPU
+    wide = config.n_embd >= 256
     if config.dtype == "auto":
         fast = (
             config.device == "cuda" or config.device == "cpu" and wide and torch.ops.mkldnn._is_mkldnn_bf16_supported()
