@@ -22,8 +22,10 @@ import csv
 import hashlib
 import inspect
 import json
+import logging
 import math
 import os
+import textwrap
 import time
 import zipfile
 from dataclasses import fields
@@ -159,17 +161,25 @@ WINDOW_TOLERANCE = 1e-5  # float32 sums in another order; a gain that is off by 
 PATH_TOLERANCE = {"float32": 1e-5, "bfloat16": 5e-3}  # of the training path: compiled and eager round differently
 
 
+RECORD = ("arm", "seed", "status", "iter", "val_loss", "window_losses", "config", "data", "source", "torch")
+
+
 def last_row(folder):
     """The record that ends a finished run's log.jsonl, or None."""
     try:
         lines = (folder / "log.jsonl").read_text(encoding="utf-8").splitlines()
         rows = [json.loads(line) for line in lines]
+        if strange := [n for n, row in enumerate(rows, 1) if not isinstance(row, dict) or "iter" not in row]:
+            raise ValueError(f"line {strange[0]} is no row")
+        if not rows or "status" not in rows[-1]:
+            return None
+        if missing := [k for k in RECORD if k not in rows[-1]]:
+            raise ValueError(f"its last row holds no {missing[0]}")
     except FileNotFoundError:
         return None
     except ValueError as e:
-        raise UserError(f"{folder}/log.jsonl is damaged ({e}): run train.py again") from None
-    if not rows or "status" not in rows[-1]:
-        return None
+        again = f"restore it, or delete {folder} and let train.py train this run again"
+        raise UserError(f"{folder}/log.jsonl is damaged ({e}): {again}") from None
     return rows[-1] | {"val_history": [(r["iter"], r["val_loss"]) for r in rows if "val_loss" in r]}
 
 
@@ -183,9 +193,14 @@ def read_runs(out, plan):
     found = {p.parent for name in ("log.jsonl", "ckpt.pt") for p in out.glob(f"*/*/{name}")}
     planned = {out / arm / f"seed{seed}" for arm, seed in runs}
     deviations += [f"Run {p.relative_to(out)} is not in the plan." for p in sorted(found - planned)]
+    for arm in plan["arms"]:
+        if lost := [seed for seed in plan["seeds"] if runs[arm, seed] is None]:
+            several = f"Runs {arm}/seed{lost[0]} and {len(lost) - 1} more of this arm are"
+            deviations.append(
+                f"{several if len(lost) > 1 else f'Run {arm}/seed{lost[0]} is'} planned and not finished."
+            )
     for (arm, seed), run in runs.items():
         if run is None:
-            deviations.append(f"Run {arm}/seed{seed} is planned and not finished.")
             continue
         expected = {"config": plan["config"] | plan["arms"][arm], "data": plan["data"], "source": plan["source"]}
         lines = prepare.differences(expected, {part: run[part] for part in expected})
@@ -219,14 +234,19 @@ def unlike(runs):
     return None
 
 
-def contrast(plan, runs, a, b):
-    """The statistics of one planned contrast over matched seeds, without the correction for their number."""
+def contrast(plan, runs, a, b, predicted=None):
+    """
+    The statistics of one planned contrast over matched seeds, without the correction for their number.
+
+    predicted: [low, high] in nats, None for an open end. as_predicted: ci90 lies within (two one-sided tests at 5%, as
+    for equivalent), outside (False), or neither (None).
+    """
     seeds, reference = plan["seeds"], b in plan["references"]
     sides = [[runs[arm, seed] for seed in seeds] for arm in ((a,) if reference else (a, b))]
     losses = [[r and r["val_loss"] for r in side] for side in sides]
     against = plan["references"][b] if reference else losses[1]
     result = paired(losses[0], against, plan["margin"], plan["alpha"], len(plan["contrasts"]))
-    result |= {"a": a, "b": b, "se_seed": None, "se_text": None}
+    result |= {"a": a, "b": b, "predicted": predicted, "as_predicted": None, "se_seed": None, "se_text": None}
     lost = [
         f"{arm}/seed{s}"
         for arm in (a, b)
@@ -236,8 +256,13 @@ def contrast(plan, runs, a, b):
     if lost:
         result["reason"] = f"{', '.join(lost)} missing or diverged, and the rest alone would be another sample"
     elif reason := unlike([r for side in sides for r in side]):
-        result = dict.fromkeys(result) | {"a": a, "b": b, "n": result["n"], "reason": reason}
+        result = dict.fromkeys(result) | {k: result[k] for k in ("a", "b", "n", "predicted")} | {"reason": reason}
     else:
+        if predicted and result["ci90"]:
+            low, high = (end if x is None else x for x, end in zip(predicted, (-math.inf, math.inf), strict=True))
+            inside = low < result["ci90"][0] and result["ci90"][1] < high
+            outside = result["ci90"][1] < low or high < result["ci90"][0]
+            result["as_predicted"] = inside if inside or outside else None
         windows = [np.array([r["window_losses"] for r in side]) for side in sides]  # (seeds, windows)
         other = np.array([plan["reference_windows"][b]]) if reference else windows[1]
         result["se_seed"], result["se_text"] = standard_errors(windows[0] - other)
@@ -274,7 +299,9 @@ def audit(out, runs, previous):
         model = build(ckpt).to(device)
         run = runs[arm, seed] or ckpt
         problems = [f"ckpt.pt and log.jsonl differ in {line}" for line in prepare.differences(run, ckpt)]
-        if ckpt["status"] == "finished":
+        if ckpt["status"] != run["status"]:
+            problems.append(f"ckpt.pt says {ckpt['status']}, log.jsonl {run['status']}")
+        elif ckpt["status"] == "finished":
             saved = ckpt["window_losses"].numpy()
             if list(saved) != list(run["window_losses"]):
                 problems.append("ckpt.pt and log.jsonl hold different losses")
@@ -312,7 +339,7 @@ def load_checkpoint(path):
     except FileNotFoundError:
         raise UserError(f"{path} not found") from None
     except Exception as e:  # a damaged file can raise anything in its reader
-        why = " ".join(str(e).split())[:120]
+        why = textwrap.shorten(str(e), 120)
         raise UserError(f"{path} is damaged, or no checkpoint of ours ({why}): delete it and train again") from None
 
 
@@ -328,11 +355,14 @@ def report_runs(out):
     plan_bytes = (out / "plan.json").read_bytes() if (out / "plan.json").exists() else None
     if plan_bytes is None:
         raise UserError(f"{out}/plan.json not found: name the folder of an experiment that train.py made")
-    plan = prepare.read_json(out / "plan.json")
+    plan = prepare.read_json(out / "plan.json", *prepare.PLAN)
     sha = hashlib.sha256(plan_bytes).hexdigest()
     runs, deviations = read_runs(out, plan)
-    old = prepare.read_json(out / "report.json") if (out / "report.json").exists() else {}
-    checked = audit(out, runs, old.get("audit") if old.get("plan_sha256") == sha else None)
+    try:
+        old = prepare.read_json(out / "report.json", "plan_sha256", "audit")
+    except UserError:  # none, or a damaged one, which is written anew
+        old = {"plan_sha256": None}
+    checked = audit(out, runs, old["audit"] if old["plan_sha256"] == sha else None)
     deviations += checked["sentences"]
     arms = {}
     for arm in plan["arms"]:
@@ -350,7 +380,7 @@ def report_runs(out):
             "best_mean": float(np.mean(best)) if whole else None,
             "seeds": {str(s): r and r["val_loss"] for s, r in zip(plan["seeds"], rows, strict=True)},
         }
-    contrasts = [contrast(plan, runs, a, b) for a, b in plan["contrasts"]]
+    contrasts = [contrast(plan, runs, *planned) for planned in plan["contrasts"]]
     for c, p in zip(contrasts, holm([c["p"] for c in contrasts]), strict=True):
         c["p_holm"] = p
     report = {
@@ -390,6 +420,14 @@ def verdict(c, alpha):
     return "equivalent" if c["equivalent"] else "undecided"
 
 
+def prediction(c):
+    if c["predicted"] is None:
+        return "–"
+    low, high = c["predicted"]
+    ends = f"< {high:g}" if low is None else f"> {low:g}" if high is None else f"{low:g} .. {high:g}"
+    return f"{ends}: { ({True: 'as predicted', False: 'not', None: 'undecided'}[c['as_predicted']]) }"
+
+
 def markdown(report, plan, name):
     """report.json and the plan -> report.md."""
     head = [f"# {name}: {report['status']}", ""]
@@ -411,6 +449,7 @@ def markdown(report, plan, name):
     text += "\n" + table(["arm", "n", "mean", "sd", "min", "max", "best_mean"], rows) + "\n"
     if report["contrasts"]:
         cs = report["contrasts"]
+        foretold = any(c["predicted"] for c in cs)
         rows = [[
             f"{c['a']} − {c['b']}",
             number(c["mean"], "+.4f"),
@@ -420,12 +459,13 @@ def markdown(report, plan, name):
             "–" if c["p_signflip"] is None else f"{c['p_signflip']:.3g} (≥ {c['p_signflip_min']:.2g})",
             number(c["dz"], "+.2f"),
             verdict(c, report["alpha"]),
+            *[prediction(c)] * foretold,
         ] for c in cs]  # fmt: skip
         text += "\nPlanned contrasts, paired over seeds, first minus second:\n\n"
-        text += table(["contrast", "mean", "ci95", "p", "p_holm", "p_signflip", "dz", "verdict"], rows) + "\n"
-        text += (
-            f"\nhigher or lower: p_holm < {report['alpha']:g}. equivalent: ci90 within ± {report['margin']:g} nats.\n\n"
-        )
+        columns = ["contrast", "mean", "ci95", "p", "p_holm", "p_signflip", "dz", "verdict"]
+        text += table(columns + ["predicted"] * foretold, rows) + "\n"
+        text += f"\nhigher or lower: p_holm < {report['alpha']:g}. equivalent: ci90 within ± {report['margin']:g} nats."
+        text += " as predicted: ci90 within the predicted interval; not: outside it." * foretold + "\n\n"
         rows = [[
             f"{c['a']} − {c['b']}",
             "–" if c["bca95"] is None else f"[{c['bca95'][0]:+.4f}, {c['bca95'][1]:+.4f}]",
@@ -673,6 +713,8 @@ def open_model(name, dtype="float32"):
     Raises UserError where there is no such model.
     """
     path, device = Path(name), "cuda" if torch.cuda.is_available() else "cpu"
+    if not name or not path.exists() and (name.count("/") > 1 or path.suffix == ".pt"):  # on the hub it is OWNER/NAME
+        raise UserError(f"model {name!r} is no run folder or file here")
     if (path / "ckpt.pt").is_file() or path.suffix == ".pt":
         path = path if path.suffix == ".pt" else path / "ckpt.pt"
         ckpt = load_checkpoint(path)
@@ -686,7 +728,8 @@ def open_model(name, dtype="float32"):
     import transformers
     from transformers.masking_utils import sdpa_mask
 
-    transformers.logging.set_verbosity_error()
+    for library in ("transformers", "huggingface_hub"):
+        logging.getLogger(library).setLevel("CRITICAL")  # what fails is said in one line, below
     transformers.logging.disable_progress_bar()
     transformers.AttentionInterface.register("tapped", tapped_attention)
     transformers.AttentionMaskInterface.register("tapped", sdpa_mask)  # sliding-window layers keep their mask
@@ -697,7 +740,7 @@ def open_model(name, dtype="float32"):
     except Exception as e:  # whatever a hub, a config or a damaged file can raise
         if isinstance(e, KeyError) and e.args == ("tapped",):  # the model looks its attention up in a list of its own
             raise UserError(f"model {name!r} does not run on transformers' attention interface: not measured") from None
-        why = " ".join(str(e).split())[:200] or type(e).__name__
+        why = textwrap.shorten(str(e).partition(". ")[0], 200) or type(e).__name__
         raise UserError(
             f"model {name!r} can't be loaded ({why}): name a run folder, a ckpt.pt, the folder of a transformers model,"
             " or one on the hub (without a network: one that was downloaded before)"
@@ -747,9 +790,9 @@ def read_windows(known, data=None, text=None, windows=64, length=None, bos=False
         _, tokens, meta = prepare.load(folder, known["vocab_size"])
         fits(known, folder, meta)
     most = math.inf if known["positions"] is None else known["positions"] - bos
-    T = length or min(most, 1024)
+    T = min(most, 1024) if length is None else length
     if not 2 <= T <= most:
-        raise UserError(f"--window_length={T} must lie in 2 .. {most}{' with --bos' * bos}: the positions of {label}")
+        raise UserError(f"{label} has {known['positions']} positions, so --window_length={T} can't be measured")
     if len(tokens) <= T:
         raise UserError(
             f"{text or folder} has {len(tokens)} tokens, too few for one window: set --window_length below {T}"
@@ -1133,7 +1176,7 @@ def three_checks(report, heads, removals=None):
     for c in tested:
         found = verdict(c, report["alpha"])
         said = {"lower": "The gain is that direction's own", "higher": "That direction does worse than the control"}
-        said["not computed"] = "Not tested: runs are missing"
+        said["not computed"] = f"Not tested: {c['reason']}"
         said = said.get(found.split(",")[0], "No gain of that direction over the control is shown")
         lines.append(
             f"- Direction specificity: {c['a']} − {c['b']} {number(c['mean'], '+.4f')}{between(c['ci95'], '+.4f')}"
@@ -1296,6 +1339,10 @@ def heads_command(names, flags):
         return
     out = Path(flags.get("out", "out/heads"))
     folders = ["-".join(p for p in Path(os.path.normpath(name)).parts if p not in ("/", "..")) for name in names]
+    if len(
+        {(Path(name) / "ckpt.pt" if (Path(name) / "ckpt.pt").is_file() else Path(name)).resolve() for name in names}
+    ) < len(names):
+        raise UserError("one of the models is named twice")
     if len(set(folders)) < len(names):
         raise UserError(f"two of the models would write to one folder of {out}: name each of them once")
     reports = [heads_of(name, out / folder, flags) for name, folder in zip(names, folders, strict=True)]

@@ -41,6 +41,7 @@ import re
 import signal
 import sys
 import tempfile
+import textwrap
 import threading
 import time
 import typing
@@ -163,16 +164,23 @@ def whole_file(path, mode="w", replace=True):
             os.unlink(tmp)
 
 
-def read_json(path):
+def read_json(path, *needed):
+    """The JSON object in a file; raises UserError where there is none, or it lacks a needed key."""
     try:
-        return json.loads(Path(path).read_text(encoding="utf-8"))
+        value = json.loads(Path(path).read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise UserError(f"{path} not found") from None
     except ValueError as e:
-        raise UserError(f"{path} is no JSON: {e}") from None
+        raise UserError(f"{path} is damaged, it is no JSON ({e}): restore it") from None
+    if not isinstance(value, dict):
+        raise UserError(f"{path} is damaged, it holds a {type(value).__name__} and no object: restore it")
+    if missing := [k for k in needed if k not in value]:
+        raise UserError(f"{path} is damaged, it holds no {missing[0]}: restore it")
+    return value
 
 
 BINDING = ("config", "arms", "seeds", "contrasts", "alpha", "margin", "data", "source")  # parts of a plan
+PLAN = (*BINDING, "amendments", "packages", "references", "reference_windows", "time")  # what every plan holds
 NOT_BINDING = ("out_dir", "log_interval", "checkpoint_interval", "wandb_log", "wandb_project")  # they can't move a bit
 
 
@@ -375,7 +383,7 @@ def streamed(name, hint, *args, **kwargs):
     except UserError:
         raise
     except Exception as e:  # whatever the library and those below it raise: there is no common class
-        raise UserError(f"{name} can't be read ({type(e).__name__}: {str(e)[:200]}){hint}") from None
+        raise UserError(f"{name} can't be read ({type(e).__name__}: {textwrap.shorten(str(e), 200)}){hint}") from None
 
 
 def parquet_file(path):
@@ -502,7 +510,9 @@ def encode(batch):
         try:  # encode_ordinary: text that reads <|endoftext|> is text
             ids = [END_OF_TEXT] if text is None else gpt2().encode_ordinary(text)
         except BaseException as e:  # a panic inside tiktoken is no Exception
-            raise UserError(f"{name} can't be tokenized ({type(e).__name__}: {str(e)[:200]})") from None
+            raise UserError(
+                f"{name} can't be tokenized ({type(e).__name__}: {textwrap.shorten(str(e), 200)})"
+            ) from None
         arrays.append(np.array(ids, "<u2"))
     return arrays
 
@@ -679,7 +689,7 @@ def main(argv):
     if flags.get("help"):
         print(__doc__.strip())
         return
-    if len(sources) != 1:
+    if len(sources) != 1 or not sources[0]:
         raise UserError("name one SOURCE, as in `python prepare.py pydocs`; --help lists them")
     source = sources[0]
     if flags.get("tokenizer", "char") not in ("char", "gpt2"):

@@ -26,10 +26,13 @@ import math
 import os
 import platform
 import re
+import shutil
 import signal
 import subprocess
 import sys
+import textwrap
 import time
+import traceback
 import typing
 import warnings
 from dataclasses import dataclass, field
@@ -55,7 +58,8 @@ class Config(GPTConfig):
     # the experiment
     arms: dict = field(default_factory=lambda: {"Baseline": {}})  # name -> model flags that this arm changes
     seeds: list | range | tuple = range(1)
-    contrasts: list | tuple = ()  # planned: (arm, arm or "unigram" or "bigram"), first minus second
+    # planned: (arm, arm or "unigram" or "bigram"), first minus second, and perhaps what is predicted of it, in nats:
+    contrasts: list | tuple = ()  # (arm, arm, (low, high)) with None for an open end
     margin: float = 0.02  # nats within which two arms count as equivalent
     alpha: float = 0.05
     # data and places
@@ -84,8 +88,8 @@ class Config(GPTConfig):
     wandb_project: str = "nanoAblate"
     # machine
     device: str = "auto"  # cpu, cuda or mps; auto: cuda where there is one, else cpu
-    dtype: str = "auto"  # of autocast: float32 or bfloat16; auto: bfloat16 on cuda, else float32
-    compile: bool | str = "auto"  # auto: on cuda
+    dtype: str = "auto"  # of autocast: float32 or bfloat16; auto: what choose() below takes for shape and device
+    compile: bool | str = "auto"  # likewise
     deterministic: bool = True  # same command, same machine, same bits
 
     def __post_init__(self):
@@ -106,13 +110,13 @@ def read_config(path, flags):
     if not Path(path).is_file():
         there = sorted(str(p) for p in Path(path).parent.glob("*.py"))
         raise UserError(f"config {path} is no file{nearest(path, there)}")
-    values = {}
+    values, source = {}, prepare.read_text(path)
     try:
-        source = Path(path).read_text(encoding="utf-8")
         exec(compile(source, path, "exec"), values)
     except (Exception, SystemExit) as e:  # whatever the config's own code raises is for its author
-        line = getattr(e, "lineno", None) or (e.__traceback__.tb_next and e.__traceback__.tb_next.tb_lineno)
-        raise UserError(f"config {path}, line {line}: {type(e).__name__}: {e}") from None
+        lines = [n for frame, n in traceback.walk_tb(e.__traceback__) if frame.f_code.co_filename == path]
+        where = [f", line {n}" for n in (lines[-1:] or [getattr(e, "lineno", None)]) if n]
+        raise UserError(f"config {path}{''.join(where)}: {type(e).__name__}: {e}") from None
     values = {k: v for k, v in values.items() if not k.startswith("_") and not isinstance(v, type(sys))}
     for node in ast.walk(ast.parse(source)):  # Python itself keeps the last of two equal keys without a word
         keys = [k.value for k in node.keys if isinstance(k, ast.Constant)] if isinstance(node, ast.Dict) else []
@@ -134,13 +138,26 @@ def read_config(path, flags):
     config = Config(**values)
     config.seeds = list(config.seeds)
     for c in config.contrasts:
-        if not isinstance(c, list | tuple) or len(c) != 2 or not all(isinstance(name, str) for name in c):
-            raise UserError(f"contrast {c!r} must be a pair of two names, such as ('FFNOnly', 'AttnOnly')")
-    config.contrasts = [list(c) for c in config.contrasts]
+        names = isinstance(c, list | tuple) and len(c) in (2, 3) and all(isinstance(name, str) for name in c[:2])
+        if not names or not all(interval(x) for x in c[2:]):
+            raise UserError(
+                f"contrast {c!r} must be a pair of two names, such as ('FFNOnly', 'AttnOnly'), and perhaps the interval"
+                " that is predicted, such as ('FFNOnly', 'unigram', (-0.02, 0.02)); None is an open end"
+            )
+    config.contrasts = [[*c[:2], *map(list, c[2:])] for c in config.contrasts]
     config.out_dir = str(Path("out") / Path(path).stem) if config.out_dir is None else config.out_dir
     config.lr_decay_iters = config.max_iters if config.lr_decay_iters is None else config.lr_decay_iters
     check_config(config)
     return config
+
+
+def interval(x):
+    """Is x a pair of numbers in order, with None for one open end?"""
+    if not isinstance(x, list | tuple) or len(x) != 2:
+        return False
+    low, high = x
+    numbers = all(type(v) in (int, float) and math.isfinite(v) for v in x if v is not None)
+    return x.count(None) < 2 and numbers and (None in x or low < high)
 
 
 def check_config(config):
@@ -182,9 +199,9 @@ def check_config(config):
             raise UserError(f"arm {arm} must be a dict of model flags, not {overrides!r}")
         model_config(config, arm, 1)
     for contrast in config.contrasts:
-        if config.contrasts.count(contrast) > 1 or contrast[0] == contrast[1]:
-            raise UserError(f"contrast {contrast} must be of two names, and there once")
-        for name, known in zip(contrast, (list(config.arms), [*config.arms, *REFERENCES]), strict=True):
+        if sum(c[:2] == contrast[:2] for c in config.contrasts) > 1 or contrast[0] == contrast[1]:
+            raise UserError(f"contrast {contrast[:2]} must be of two names, and there once")
+        for name, known in zip(contrast[:2], (list(config.arms), [*config.arms, *REFERENCES]), strict=True):
             if name not in known:
                 raise UserError(f"contrast {contrast} names no arm with {name!r}{nearest(name, known)}")
 
@@ -302,7 +319,7 @@ def bind_plan(out, new, amend):
                 }
                 plan = new | {"amendments": [note]}
         else:
-            plan = prepare.read_json(path)
+            plan = prepare.read_json(path, *prepare.PLAN)
             lines = differences(plan, new)
             if not lines:
                 return plan
@@ -433,7 +450,7 @@ def load_state(folder, record):
             raise ValueError("it belongs to another run, config, data or source")
         return state
     except Exception as e:  # a damaged file can raise anything in its reader
-        say(f"{path} can't be resumed ({' '.join(str(e).split())[:200]}): this run starts from its beginning")
+        say(f"{path} can't be resumed ({textwrap.shorten(str(e), 200)}): this run starts from its beginning")
         return None
 
 
@@ -638,7 +655,8 @@ def choose(config):
     Put a choice for this shape and device in the place of each `auto`.
 
     On a CPU with bfloat16 instructions an eager step in it was 1.94 times as fast at width 384, 1.60 times at 768, and
-    no faster at 128 (0.98). A bound of 256 lies between. Compiled code on a CPU and all on a GPU are unmeasured.
+    no faster at 128 (0.98). A compiled step was 1.03, 1.25 and 1.0 times as fast at these, and compiling takes half a
+    minute a run. A bound of 256 lies between. A GPU is unmeasured.
     """
     if config.device == "auto":
         config.device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -649,7 +667,8 @@ def choose(config):
         )
         config.dtype = "bfloat16" if fast else "float32"
     if config.compile == "auto":
-        config.compile = config.device == "cuda"
+        worth = wide and config.max_iters >= 200 and shutil.which(os.environ.get("CXX", "c++")) is not None
+        config.compile = config.device == "cuda" or config.device == "cpu" and worth
 
 
 def prepare_machine(config):
