@@ -185,7 +185,9 @@ bias, device = False, "cpu"
 batch_size, max_iters, warmup_iters, eval_interval, learning_rate = 8, 30, 5, 10, 3e-3
 arms = {"Full": {}, "FFNOnly": {"attn_residual": False}, "Half": {"attn_gain": 0.5}}
 seeds = range(5)
-contrasts = [("FFNOnly", "Full"), ("Half", "Full"), ("FFNOnly", "unigram"), ("Full", "bigram")]
+contrasts = [
+    ("FFNOnly", "Full", (0, None)), ("Half", "Full", (-9, 9)), ("FFNOnly", "unigram", (5, 6)), ("Full", "bigram")
+]
 """
 
 
@@ -247,6 +249,14 @@ def test_a_whole_experiment(out):
     reference = np.array(json.loads((out / "plan.json").read_text())["reference_windows"]["unigram"])
     assert third["se_text"] == standard_errors(windows - reference)[1] and fourth["sd_ratio"] is None
     assert r["audit"]["checked"] == 15 and r["audit"]["failed"] == [] and r["audit"]["max_abs_diff"] <= 1e-5
+    assert [c["predicted"] for c in r["contrasts"]] == [[0, None], [-9, 9], [5, 6], None]
+    low, high = stats.ttest_rel(losses["FFNOnly"], losses["Full"]).confidence_interval(0.9)
+    assert [c["as_predicted"] for c in r["contrasts"]] == [
+        True if low > 0 else False if high < 0 else None,
+        True,
+        False,
+        None,
+    ]
     text = (out / "report.md").read_text()
     assert "# toy: confirmatory" in text and "FFNOnly − unigram" in text and "nan" not in text.lower()
     assert (out / "report.png").read_bytes().startswith(b"\x89PNG")
@@ -412,6 +422,43 @@ def test_errors(tmp_path):
     (tmp_path / "plan.json").write_text("{")
     with pytest.raises(UserError, match="no JSON"):
         analyze.main(["runs", str(tmp_path)])
+    for damaged, message in (("[]", "holds a list"), ("{}", "holds no config"), ("null", "holds a NoneType")):
+        (tmp_path / "plan.json").write_text(damaged)
+        with pytest.raises(UserError, match=f"plan.json is damaged, it {message}"):
+            analyze.main(["runs", str(tmp_path)])
+
+
+@pytest.mark.parametrize("tail, words", [("5", "line 5 is no row"), ("null", "no row"), ('{"iter": 3', "Expecting")])
+def test_a_damaged_log_is_named(out, tail, words):
+    with open(out / "Full/seed0/log.jsonl", "a") as f:
+        f.write(tail + "\n")
+    with pytest.raises(UserError, match=f"Full/seed0/log.jsonl is damaged .*{words}.* delete"):
+        report()
+
+
+def test_a_damaged_report_is_written_anew(out):
+    whole = report()
+    for damaged in ("[]", "", '{"audit": 5}'):
+        (out / "report.json").write_text(damaged)
+        assert report() == whole
+
+
+def test_a_checkpoint_and_a_log_that_disagree_on_the_end_fail_the_audit(out):
+    respoil(out / "Full/seed0/ckpt.pt", lambda c: c.update(status="diverged"))
+    path = out / "Half/seed0/log.jsonl"
+    lines = path.read_text().splitlines()
+    last = json.loads(lines[-1]) | {"status": "diverged", "val_loss": None, "window_losses": None}
+    path.write_text("\n".join([*lines[:-1], json.dumps(last)]) + "\n")
+    r = report()
+    assert r["audit"]["failed"] == ["Full/seed0", "Half/seed0"] and r["status"] == "exploratory"
+    assert "ckpt.pt says diverged, log.jsonl finished" in r["deviations"][0]
+    assert "ckpt.pt says finished, log.jsonl diverged" in r["deviations"][1]
+
+
+def test_many_missing_runs_are_one_sentence_an_arm(out):
+    for seed in (1, 2, 4):
+        shutil.rmtree(out / f"Half/seed{seed}")
+    assert report()["deviations"] == ["Runs Half/seed1 and 2 more of this arm are planned and not finished."]
 
 
 def test_arms_have_their_own_colours():

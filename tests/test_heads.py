@@ -561,6 +561,12 @@ def test_interrupted_work_resumes(work, monkeypatch):
     calls.clear()
     measure(ours(seed=1), W, interventions=True, path=path)  # other weights: nothing carries over
     assert len(calls) == 1 + 3 * 4 > resumed
+    turned = ours(seed=1)
+    with torch.no_grad():
+        turned.h[0].attn.c_proj.weight.copy_(turned.h[0].attn.c_proj.weight.flip(0))  # the same numbers, elsewhere
+    calls.clear()
+    measure(turned, W, interventions=True, path=path)
+    assert len(calls) == 1 + 3 * 4
     path.write_bytes(path.read_bytes()[:100])  # damaged: measured again
     assert measure(model, W, path=path)[0]["loss"] == pytest.approx(whole["loss"], abs=1e-5)
 
@@ -622,12 +628,16 @@ def test_several_models_make_one_table_and_one_figure(work, saved):
     "argv, words",
     [
         (["nowhere/none"], "can't be loaded"),
+        (["out/x/y/seed0"], "no run folder or file here"),
+        ([""], "no run folder or file here"),
+        (["run", "run/ckpt.pt"], "named twice"),
         (["foreign.pt"], "no checkpoint of ours"),
         (["empty"], "neither ckpt.pt nor config.json"),
         (["run", "--text=short.txt"], "too few for one window"),
         (["run", "--text=strange.txt"], "no character of data/tiny"),
-        (["run", "--window_length=41"], r"must lie in 2 \.\. 40"),
-        (["run", "--window_length=1"], r"must lie in 2 \.\. 40"),
+        (["run", "--window_length=41"], "has 40 positions, so --window_length=41"),
+        (["run", "--window_length=1"], "has 40 positions, so --window_length=1"),
+        (["run", "--window_length=0"], "has 40 positions, so --window_length=0"),
         (["run", "--bos"], "no beginning-of-text token"),
         (["run", "--data=absent"], "absent"),
         (["run", "--data=alien"], "vocabulary"),
@@ -667,7 +677,7 @@ def test_bad_input_is_one_line(argv, words, work, saved):
 
 def test_an_error_leaves_the_command_with_one_line_and_status_2(work):
     done = subprocess.run([sys.executable, ROOT / "analyze.py", "heads", "nowhere.pt"], capture_output=True, text=True)
-    assert done.returncode == 2 and done.stderr.startswith("error: nowhere.pt not found")
+    assert done.returncode == 2 and done.stderr.startswith("error: model 'nowhere.pt' is no run folder or file")
     assert done.stderr.count("\n") == 1
 
 
@@ -687,7 +697,7 @@ def test_three_checks_say_every_number_and_hide_none():
     s = {"r_stat": 0.99, "r_stat_ci95": [0.9, 1.0], "r_delta": 0.4, "r_delta_ci95": [0.1, 0.6], "explained": 0.55}
     s |= {"own_minus_null": 0.1, "own_minus_null_ci95": [0.05, 0.15]}
     heads = {"self/seed0/heads": {"model": "self/seed0", "windows": 8, "tokens": 512, "summary": s}}
-    c = {"mean": -0.004, "ci95": [-0.006, -0.002], "p_holm": 0.002, "equivalent": False}
+    c = {"mean": -0.004, "ci95": [-0.006, -0.002], "p_holm": 0.002, "equivalent": False, "reason": None}
     contrasts = [{"a": "self", "b": "rotated"} | c, {"a": "self", "b": "baseline"} | c]
     report = {"alpha": 0.05, "arms": dict.fromkeys(("self", "rotated", "baseline")), "contrasts": contrasts}
     text = "\n".join(analyze.three_checks(report, heads))
@@ -701,5 +711,8 @@ def test_three_checks_say_every_number_and_hide_none():
     ):
         assert part in text
     assert "self − baseline" not in text and "self/seed0/heads/heads_map.png" in text
+    c = dict.fromkeys(c) | {"a": "self", "b": "fixed", "reason": "one pair has no spread"}
+    text = "\n".join(analyze.three_checks(report | {"contrasts": [c]}, heads))
+    assert "Not tested: one pair has no spread" in text
     text = "\n".join(analyze.three_checks(report | {"contrasts": []}, heads))
     assert "not tested" in text
