@@ -12,7 +12,7 @@ report.md and report.png into OUT. All losses are nats per token.
 have it so (null), and with --interventions what removing the own value does to the loss (delta). MODEL is a run folder,
 a ckpt.pt, or a transformers model that runs on its attention interface. Writes heads.json, heads.csv, heads.md and
 figures into RUN/heads, or out/heads/MODEL; heads.npz beside them holds what is measured, so interrupted work resumes.
-Default text: what a run was validated on, the first 64 windows of at most 1,024 tokens.
+Default text: what a run was validated on; of its windows (at most 1,024 tokens long) 64, evenly spaced.
 
 remove_direction (in model.py), paired, holm, causal_null and split_half are plain functions of arrays: copy them.
 """
@@ -611,6 +611,9 @@ def spearman(a, b):
     return pearson(stats.rankdata(a), stats.rankdata(b))
 
 
+RANKS = {"pearson": pearson, "spearman": spearman}
+
+
 def over_halves(statistic, n, draws, seed):
     """
     Mean and central 95% of statistic(i, j) over random halves i, j of n windows; (None, None) where there are none.
@@ -631,14 +634,20 @@ def split_half(x, draws=1000, seed=0):
     Would other text rank the heads alike? The noise floor of a statistic that is averaged over windows.
 
     x: (windows, heads). Returns r (Pearson correlation over heads between the means of even and of odd windows),
-    spearman_brown = 2r / (1 + r), what all the windows together would reach (Spearman 1910, Brown 1910), and mean and
-    ci95 over random halves, each resampled: that adds noise of its own, so mean tends to lie below r. None where not
-    defined, as with one window.
+    spearman_brown = 2r / (1 + r), what all the windows together would reach (Spearman 1910, Brown 1910; for r >= 0),
+    and mean and ci95 over random halves, each resampled: that adds noise of its own, so mean tends to lie below r. None
+    where not defined, as with one window.
     """
     x = np.asarray(x, np.float64)
     r = pearson(x[0::2].mean(0), x[1::2].mean(0)) if len(x) > 1 else None
     mean, ci95 = over_halves(lambda i, j: pearson(x[i].mean(0), x[j].mean(0)), len(x), draws, seed)
-    return {"r": r, "spearman_brown": 2 * r / (1 + r) if r is not None and r > -1 else None, "mean": mean, "ci95": ci95}
+    return {"r": r, "spearman_brown": 2 * r / (1 + r) if r is not None and r >= 0 else None, "mean": mean, "ci95": ci95}
+
+
+def both_ways(x, d, i, j, r=pearson):
+    """Correlation over heads of x on windows i with d on windows j, and the other way round, averaged; or None."""
+    found = [r(x[i].mean(0), d[j].mean(0)), r(x[j].mean(0), d[i].mean(0))]
+    return None if None in found else float(np.mean(found))
 
 
 def predicts(x, d, draws=1000, seed=0):
@@ -646,15 +655,12 @@ def predicts(x, d, draws=1000, seed=0):
     Does a statistic foretell an effect on *other* text? x, d: (windows, heads), of the same windows.
 
     Returns pearson and spearman over heads between x on one half and d on the other, averaged both ways over even and
-    odd windows, and ci95 of the first over random halves as in split_half. None where not defined.
+    odd windows, and of the first mean and ci95 over random halves as in split_half. None where not defined.
     """
-
-    def both_ways(i, j, r=pearson):
-        found = [r(x[i].mean(0), d[j].mean(0)), r(x[j].mean(0), d[i].mean(0))]
-        return None if None in found else float(np.mean(found))
-
-    odd_even = [both_ways(slice(0, None, 2), slice(1, None, 2), r) if len(x) > 1 else None for r in (pearson, spearman)]
-    return {"pearson": odd_even[0], "spearman": odd_even[1], "ci95": over_halves(both_ways, len(x), draws, seed)[1]}
+    even, odd = slice(0, None, 2), slice(1, None, 2)
+    out = {name: both_ways(x, d, even, odd, r) if len(x) > 1 else None for name, r in RANKS.items()}
+    mean, ci95 = over_halves(lambda i, j: both_ways(x, d, i, j), len(x), draws, seed)
+    return out | {"mean": mean, "ci95": ci95}
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -797,7 +803,8 @@ def read_windows(known, data=None, text=None, windows=64, length=None, bos=False
         raise UserError(
             f"{text or folder} has {len(tokens)} tokens, too few for one window: set --window_length below {T}"
         )
-    w = np.array(prepare.windows(tokens, T)[:windows], np.int64)
+    w = prepare.windows(tokens, T)
+    w = np.array(w[np.arange(min(windows, len(w))) * len(w) // min(windows, len(w))], np.int64)  # spread over the text
     if bos and known["bos"] is None:
         raise UserError(f"{label} has no beginning-of-text token: leave out --bos")
     w = np.concatenate([np.full((len(w), 1), known["bos"]), w], 1) if bos else w
@@ -941,8 +948,10 @@ def first_look(model, w):
     found, L = {}, len(model.stack)
     model.tap = measuring(found, model.sees)
     if isinstance(model, GPT):
-        token_losses(model, w)
+        token_losses(model, w[:, :3])
     else:
+        window = getattr(model.config.get_text_config(), "sliding_window", None) or 0
+        w = w[:, : max(256, 2 * window) + 1]  # enough for every mask to matter
         kind, tolerance = model.config.model_type, 1e-4 if model.dtype in (torch.float32, torch.float64) else 0.05
         model.calls = [0] * L
         try:
@@ -1090,11 +1099,19 @@ def summarize(x, n_kv_head):
         s |= {name: halves.pop("r")} | {f"{name}_{k}": v for k, v in halves.items()}
     r = [s["r_stat"], s["r_delta"]]
     s["r_stat_delta_ceiling"] = math.sqrt(r[0] * r[1]) if None not in r and min(r) > 0 else None
-    for name, a in (("stat", flat["own"]), ("null", flat["null"]), ("own_minus_null", flat["own"] - flat["null"])):
+    rivals = {"stat": flat["own"], "null": flat["null"], "own_minus_null": flat["own"] - flat["null"]}
+    for name, a in rivals.items():
         found = predicts(a if delta is not some else some, delta)
         s |= {f"r_{name}_delta": found.pop("pearson")} | {f"r_{name}_delta_{k}": v for k, v in found.items()}
-    rs = {name: abs(s[f"r_{k}_delta"]) for k, name in PREDICTORS.items() if s[f"r_{k}_delta"] is not None}
-    s["best_predictor"] = max(rs, key=rs.get, default=None)
+
+    def wins(i, j):  # is the best one the best on these halves too?
+        r = {k: both_ways(a, delta, i, j) for k, a in rivals.items() if k in rs}
+        return None if None in r.values() else float(max(r, key=lambda k: abs(r[k])) == best)
+
+    rs = {k: abs(s[f"r_{k}_delta"]) for k in rivals if s[f"r_{k}_delta"] is not None}
+    best = max(rs, key=rs.get, default=None)
+    s["best_predictor"] = best and PREDICTORS[best]
+    s["best_predictor_share"] = over_halves(wins, n, 1000, 0)[0] if best else None
     shape = {"n_layer": L, "n_head": H, "n_kv_head": n_kv_head, "windows": n}
     return shape | {k: value(x[k].mean()) for k in ("loss", "delta_all")} | {"heads": heads, "summary": s}
 
@@ -1103,18 +1120,24 @@ def between(ci, spec="+.2f"):
     return "" if ci is None else f" [{ci[0]:{spec}}, {ci[1]:{spec}}]"
 
 
+def halves(s, k):
+    """What a correlation is over random halves, in words."""
+    return "no halves" if s[k + "_mean"] is None else f"halves {s[k + '_mean']:.2f}{between(s[k + '_ci95'])}"
+
+
 def markdown_heads(r):
     """heads.json -> heads.md: the numbers, and what each says."""
     s = r["summary"]
-    r_ = {k: f"{number(s[k], '.3f')}{between(s[k + '_ci95'])}" for k in s if k + "_ci95" in s}
+    r_ = {k: f"{number(s[k], '.3f')}; {halves(s, k)}" for k in s if k + "_mean" in s}
     brown = {k: f"Spearman-Brown {number(s[k + '_spearman_brown'], '.3f')}" for k in ("r_stat", "r_delta")}
     gap = f"{number(s['own_minus_null'], '+.3f')}{between(s['own_minus_null_ci95'], '+.3f')}"
     rows = [
         ["own", number(s["own"], "+.3f"), "cosine of a head's output with its own value"],
         ["null", number(s["null"], "+.3f"), "cosine with the values of earlier positions: what geometry alone gives"],
         ["own − null", gap, "what is left for the own value, with 95% over windows"],
-        ["explained", number(s["explained"], ".1%"), "share of own that the null accounts for (– where own is near 0)"],
-        ["across", number(s["across"], "+.3f"), "cosine with the values of the other groups (– without any)"],
+        ["explained", number(s["explained"], ".1%"), "null / own (– where own is near 0; above 100% null is larger)"],
+        *[["across", number(s["across"], "+.3f"), "cosine with the values of the other groups"]]
+        * (s["across"] is not None),
         ["delta_all", number(r["delta_all"], "+.4f"), "nats lost by removing the own value in all heads at once"],
         ["r_stat", r_["r_stat"], f"would other text rank the heads alike by own? {brown['r_stat']}"],
         ["r_delta", r_["r_delta"], f"and by delta, what removal in one head loses? {brown['r_delta']}"],
@@ -1134,10 +1157,16 @@ def markdown_heads(r):
         f" {number(r['loss'])} nats per token.",
         table(["measure", "value", "meaning"], rows),
         f"Each r is over {r['n_layer'] * r['n_head']} heads, from {r['windows']:,} windows, {r['tokens']:,} tokens: it"
-        " grows with the text. In brackets: 95% over random halves, each resampled, which lowers r.",
+        " grows with the text. r is between even and odd windows; beside it the mean and the central 95% over 1,000"
+        " random halves, each resampled, which adds noise, so that they tend to lie below r.",
     ]
     if s["best_predictor"]:
-        lines.append(f"Of own, null and own − null, {s['best_predictor']} predicts delta best, by the size of r.")
+        share = s["best_predictor_share"]
+        lines.append(
+            f"Of own, null and own − null, {s['best_predictor']} predicts delta best, by the size of r; it does so in"
+            f" {number(share, '.0%')} of the random halves"
+            + (", which does not tell them apart." if share is None or share < 0.95 else ".")
+        )
     if r["removal"] != "none":
         zero = ": every delta is zero by construction" * (r["removal"] == "self")
         lines.append(f"The model itself removes a direction ({r['removal']}) after the place of measurement{zero}.")
@@ -1157,7 +1186,7 @@ def three_checks(report, heads, removals=None):
     for folder, r in heads.items():
         s, ci = r["summary"], r["summary"]["own_minus_null_ci95"]
         where = f"{r['model']}, {r['windows']:,} windows, {r['tokens']:,} tokens"
-        floor = ", ".join(f"{k} {number(s[k], '.3f')}{between(s[k + '_ci95'])}" for k in ("r_stat", "r_delta"))
+        floor = ", ".join(f"{k} {number(s[k], '.3f')} ({halves(s, k)})" for k in ("r_stat", "r_delta"))
         lines.append(
             f"- Noise floor ({where}): {floor}. This is how far other text would rank the heads alike by alignment and"
             f" by effect; 1 is no noise ([figure]({folder}/heads_halves.png))."
@@ -1224,7 +1253,7 @@ def figure_scatter(path, r, panels):
         size = 22 if L * H < 400 else 8
         marks = axis.scatter(x, y, size, np.repeat(np.arange(L), H), cmap="cividis", linewidths=0, zorder=2)
         if se is None:
-            axis.autoscale(False)  # the line where both are equal may lie outside
+            axis.set(xlim=axis.get_xlim(), ylim=axis.get_ylim())  # the line where both are equal may lie outside
             axis.axline((0, 0), slope=1, color="0.6", lw=1, zorder=1)
         else:
             axis.errorbar(x, y, se, fmt="none", ecolor="0.75", elinewidth=0.8, zorder=1)
@@ -1265,7 +1294,7 @@ def figures_heads(out, r, x):
         panels = []
         for k, r_k, name in (("own", "r_stat", "own (cosine)"), ("delta", "r_delta", "delta (nats)"))[: 1 + effects]:
             even, odd = (x[k][i::2].mean(0).ravel() for i in (0, 1))
-            title = f"{r_k} {number(s[r_k], '.3f')}, resampled halves{between(s[r_k + '_ci95'])}"
+            title = f"{r_k} {number(s[r_k], '.3f')}; random {halves(s, r_k)}"
             panels.append((even, odd, title, f"{name}, even windows", f"{name}, odd windows", None))
         figure_scatter(out / "heads_halves.png", r, panels)
 

@@ -504,7 +504,7 @@ def test_the_command_writes_a_report(work, capsys):
     assert set(r["heads"][0]) == {"layer", "head", "own", "null", "across", "delta", "delta_se"}
     import prepare
 
-    w = prepare.windows(prepare.load("data/tiny")[1], 40)[:6]
+    w = prepare.windows(prepare.load("data/tiny")[1], 40)[[0, 2, 4, 6, 8, 10]]  # 12 windows, so every other
     x, _ = measure(ours(), np.asarray(w, np.int64), interventions=True)
     assert r["loss"] == pytest.approx(float(window_losses(ours(), w).mean()), abs=1e-6)
     own, delta = x["own"].reshape(6, 8), x["delta"].reshape(6, 8)
@@ -694,7 +694,8 @@ def test_a_run_that_diverged_is_refused(work):
 
 
 def test_three_checks_say_every_number_and_hide_none():
-    s = {"r_stat": 0.99, "r_stat_ci95": [0.9, 1.0], "r_delta": 0.4, "r_delta_ci95": [0.1, 0.6], "explained": 0.55}
+    s = {"r_stat": 0.99, "r_stat_mean": 0.95, "r_stat_ci95": [0.9, 1.0], "r_delta": 0.4, "r_delta_mean": None}
+    s |= {"r_delta_ci95": None, "explained": 0.55}
     s |= {"own_minus_null": 0.1, "own_minus_null_ci95": [0.05, 0.15]}
     heads = {"self/seed0/heads": {"model": "self/seed0", "windows": 8, "tokens": 512, "summary": s}}
     c = {"mean": -0.004, "ci95": [-0.006, -0.002], "p_holm": 0.002, "equivalent": False, "reason": None}
@@ -702,8 +703,8 @@ def test_three_checks_say_every_number_and_hide_none():
     report = {"alpha": 0.05, "arms": dict.fromkeys(("self", "rotated", "baseline")), "contrasts": contrasts}
     text = "\n".join(analyze.three_checks(report, heads))
     for part in (
-        "r_stat 0.990",
-        "r_delta 0.400",
+        "r_stat 0.990 (halves 0.95 [+0.90, +1.00])",
+        "r_delta 0.400 (no halves)",
         "explained 55.0%",
         "+0.100",
         "self − rotated -0.0040",
@@ -711,7 +712,7 @@ def test_three_checks_say_every_number_and_hide_none():
     ):
         assert part in text
     assert "self − baseline" not in text and "self/seed0/heads/heads_map.png" in text
-    c = dict.fromkeys(c) | {"a": "self", "b": "fixed", "reason": "one pair has no spread"}
+    c = dict.fromkeys(c) | {"a": "self", "b": "rotated", "reason": "one pair has no spread"}
     text = "\n".join(analyze.three_checks(report | {"contrasts": [c]}, heads))
     assert "Not tested: one pair has no spread" in text
     text = "\n".join(analyze.three_checks(report | {"contrasts": []}, heads))
