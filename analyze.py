@@ -1136,13 +1136,15 @@ def markdown_heads(r):
         ["null", number(s["null"], "+.3f"), "cosine with the values of earlier positions: what geometry alone gives"],
         ["own − null", gap, "what is left for the own value, with 95% over windows"],
         ["explained", number(s["explained"], ".1%"), "null / own (– where own is near 0; above 100% null is larger)"],
-        *[["across", number(s["across"], "+.3f"), "cosine with the values of the other groups"]]
-        * (s["across"] is not None),
+        ["across", number(s["across"], "+.3f"), "cosine with the values of the other groups"],
         ["delta_all", number(r["delta_all"], "+.4f"), "nats lost by removing the own value in all heads at once"],
         ["r_stat", r_["r_stat"], f"would other text rank the heads alike by own? {brown['r_stat']}"],
         ["r_delta", r_["r_delta"], f"and by delta, what removal in one head loses? {brown['r_delta']}"],
     ]
-    for k, name in PREDICTORS.items():
+    effects = r["delta_all"] is not None
+    left_out = ["across"] * (s["across"] is None) + ["delta_all", "r_delta"] * (not effects)
+    rows = [row for row in rows if row[0] not in left_out]
+    for k, name in PREDICTORS.items() if effects else ():
         rho = number(s[f"r_{k}_delta_spearman"], ".3f")
         ceiling = f", ceiling {number(s['r_stat_delta_ceiling'], '.3f')}" * (k == "stat")
         rows.append(
@@ -1158,8 +1160,11 @@ def markdown_heads(r):
         table(["measure", "value", "meaning"], rows),
         f"Each r is over {r['n_layer'] * r['n_head']} heads, from {r['windows']:,} windows, {r['tokens']:,} tokens: it"
         " grows with the text. r is between even and odd windows; beside it the mean and the central 95% over 1,000"
-        " random halves, each resampled, which adds noise, so that they tend to lie below r.",
+        " random halves, each resampled, which adds noise, so that they tend to lie below r. All of it is about other"
+        " text, and not about other heads or models.",
     ]
+    if not effects:
+        lines.append("What removal does to the loss was not measured: --interventions.")
     if s["best_predictor"]:
         share = s["best_predictor_share"]
         lines.append(
@@ -1302,6 +1307,7 @@ def figures_heads(out, r, x):
 def figure_models(path, reports):
     """Explained and own of several models against their size."""
     from matplotlib.figure import Figure
+    from matplotlib.ticker import EngFormatter, LogLocator, NullFormatter
 
     fig = Figure(figsize=(11, 4.6), layout="constrained")
     for axis, k in zip(fig.subplots(1, 2), ("explained", "own"), strict=True):
@@ -1309,6 +1315,11 @@ def figure_models(path, reports):
             style = {"color": COLOURS[i % 7], "marker": MARKERS[i // 7 % 4], "label": r["model"]}
             axis.scatter(r["parameters"], r["summary"][k] if r["summary"][k] is not None else math.nan, 40, **style)
         axis.set(xscale="log", xlabel="parameters", ylabel=f"{k}, mean over heads", title=f"{k} against model size")
+        sizes = [r["parameters"] for r in reports]
+        axis.set_xlim(min(sizes) / 2, max(sizes) * 2)
+        axis.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+        axis.xaxis.set_major_formatter(EngFormatter(sep=""))
+        axis.xaxis.set_minor_formatter(NullFormatter())
         axis.spines[["top", "right"]].set_visible(False)
     fig.legend(*axis.get_legend_handles_labels(), loc="outside right center", frameon=False, fontsize=8)
     save_figure(fig, path, "heads of several models")

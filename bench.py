@@ -11,6 +11,7 @@ clipping and optimizer, on real tokens. A peer that is not installed (requiremen
 import contextlib
 import itertools
 import json
+import os
 import resource
 import statistics
 import subprocess
@@ -32,6 +33,9 @@ SHAPES = {  # name: model, sequences a step
     "10M": ({"n_layer": 6, "n_head": 6, "n_embd": 384, "block_size": 256, "vocab_size": 65, "bias": False}, 64),
     "124M": ({"n_layer": 12, "n_head": 12, "n_embd": 768, "block_size": 1024, "vocab_size": 50304, "bias": False}, 1),
 }
+
+
+SLOW = ("removal", "heads", "interventions", "experiment")  # left out by --quick
 
 
 def in_turn(a, b, rounds):
@@ -143,22 +147,34 @@ def bench_share(rounds):
 
 
 def bench_removal(rounds):
-    for name in ("10M", "124M"):
+    for name, compiled, removals in (
+        ("10M", True, ("self", "fixed", "rotated", "previous")),
+        ("124M", True, ("self", "fixed", "rotated", "previous")),
+        ("10M", False, ("self",)),
+        ("124M", False, ("self",)),
+    ):
         shape, batch = SHAPES[name]
         batch = min(batch, 16)
-        for compiled in (True, False):
-            plain = our_step(shape, batch, compile=compiled)
-            for removal in ("self", "fixed", "rotated", "previous"):
-                other = our_step(shape, batch, compile=compiled, removal=removal)
-                middle, least, most, _, _ = in_turn(other, plain, rounds)
-                text = f"{middle - 1:+.1%} [{least - 1:+.1%}, {most - 1:+.1%}]"
-                row(f"removal={removal}, {name}", f"removal=none, {plain.says}", "≤ +3%" if compiled else "", text)
+        plain = our_step(shape, batch, compile=compiled)
+        for removal in removals:
+            other = our_step(shape, batch, compile=compiled, removal=removal)
+            middle, least, most, _, _ = in_turn(other, plain, rounds)
+            text = f"{middle - 1:+.1%} [{least - 1:+.1%}, {most - 1:+.1%}]"
+            row(f"removal={removal}, {name}", f"removal=none, {plain.says}", "≤ +3%" if compiled else "", text)
 
 
 def peak(kind):
-    """Peak memory in MiB of one float32 step at 124M, 4 x 1,024, in this process."""
+    """Peak memory in MiB, in this process, of what a row compares; of heads that above the loaded weights (Linux)."""
+    if kind in ("ours", "theirs"):
+        model, look = tapped_gpt2() if kind == "ours" else hooked_gpt2()
+        weights = [p.detach().double().sum() for p in model.parameters()]  # touched, so loaded
+        Path("/proc/self/clear_refs").write_text("5")  # the highest mark begins anew
+        status = lambda key: int(Path("/proc/self/status").read_text().split(key)[1].split()[0]) / 1024  # noqa: E731
+        before = status("VmRSS:")
+        look()
+        return status("VmHWM:") - before + 0 * len(weights)
     shape, _ = SHAPES["124M"]
-    if kind == "ours":
+    if kind == "step":
         our_step(shape, 4, dtype="float32", compile=False)()
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
     model = GPT(GPTConfig(**shape))
@@ -169,116 +185,173 @@ def peak(kind):
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
 
 
+def in_processes(a, b):
+    call = [sys.executable, str(HERE / "bench.py")]
+    return [
+        float(subprocess.check_output([*call, f"--peak={k}"], stderr=subprocess.DEVNULL).split()[-1]) for k in (a, b)
+    ]
+
+
 def bench_memory(rounds):
-    call = [sys.executable, str(HERE / "bench.py"), "--peak"]
-    ours, plain = (
-        float(subprocess.check_output([f"{c}={k}" if c == "--peak" else c for c in call])) for k in ("ours", "plain")
-    )
-    row(
-        "peak memory, float32, 124M, 4 x 1,024",
-        "cross-entropy on full logits",
-        "≤ 0.7",
-        f"{ours / plain:.2f}  ({ours:,.0f} MiB : {plain:,.0f} MiB)",
-    )
+    ours, plain = in_processes("step", "plain")
+    text = f"{ours / plain:.2f}  ({ours:,.0f} MiB : {plain:,.0f} MiB)"
+    row("peak memory, float32 step, 124M, 4 x 1024", "cross-entropy on full logits", "≤ 0.7", text)
+
+
+def gpt2_folder():
+    """A GPT-2 of 124M parameters with random weights, as transformers saves it."""
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    folder = Path(tempfile.gettempdir()) / "nanoablate-bench-gpt2"
+    if not (folder / "model.safetensors").exists():
+        torch.manual_seed(0)
+        GPT2LMHeadModel(GPT2Config()).save_pretrained(folder)
+    return str(folder)
+
+
+def tapped_gpt2():
+    """analyze.py's model, and a function that measures own and null (and the loss) on 4 windows of 1,024."""
+    import analyze
+
+    model, _ = analyze.open_model(gpt2_folder())
+    w = torch.as_tensor(tokens()[: 4 * 1025].reshape(4, 1025).astype("int64"))
+    return model, lambda: analyze.measure(model, w)[0]["own"].mean(0)  # (12, 12)
+
+
+def hooked_gpt2():
+    """The same model in TransformerLens, and a function that measures own alone by hooks on v and z."""
+    from transformer_lens.model_bridge import TransformerBridge
+    from transformers import AutoModelForCausalLM
+
+    folder, own, values = gpt2_folder(), {}, {}
+    bridge = TransformerBridge.boot_transformers(folder, hf_model=AutoModelForCausalLM.from_pretrained(folder))
+    w = torch.as_tensor(tokens()[: 4 * 1025].reshape(4, 1025).astype("int64"))
+
+    def on_v(v, hook):  # (B, T, H D)
+        values["v"] = v.unflatten(-1, (12, 64))
+
+    def on_z(z, hook):  # (B, T, H D), the input of the output projection
+        cosine = torch.nn.functional.cosine_similarity(z.unflatten(-1, (12, 64)), values["v"], dim=-1)  # (B, T, H)
+        own[int(hook.name.split(".")[1])] = cosine[:, 1:].mean((0, 1))
+
+    hooks = [(lambda n: n.endswith("attn.v.hook_out"), on_v), (lambda n: n.endswith("attn.o.hook_in"), on_z)]
+
+    def look():
+        with torch.no_grad():
+            bridge.run_with_hooks(w[:, :-1], fwd_hooks=hooks, return_type="loss")
+        return torch.stack([own[i] for i in range(12)])
+
+    return bridge, look
+
+
+def bench_heads(rounds):
+    measure, against = "own, null and loss, GPT-2, 4 x 1024", "TransformerLens, own and loss"
+    try:
+        _, theirs = hooked_gpt2()
+    except ImportError:
+        row(measure, against, "≥ 2.5", "not installed: pip install -r requirements-bench.txt")
+        return
+    _, ours = tapped_gpt2()
+    off = abs(torch.as_tensor(ours()) - theirs()).max()
+    assert off < 1e-4, off
+    ratio(measure, against, "≥ 2.5", in_turn(theirs, ours, rounds))
+    a, b = in_processes("ours", "theirs")
+    row("the same, peak memory above the weights", against, "≤ 0.33", f"{a / b:.2f}  ({a:,.0f} MiB : {b:,.0f} MiB)")
+
+
+def bench_interventions(rounds):
+    """24 of the 144, in layers 4 and 7: as much lies below these two, together, as below all of them on average."""
+    import analyze
+
+    model, _ = analyze.open_model(gpt2_folder())
+    w = torch.as_tensor(tokens()[:1025].reshape(1, 1025).astype("int64"))
+
+    def ours():
+        analyze.measure(model, w, interventions=True, layers=[4, 7])
+
+    def theirs():
+        for layer in (4, 7):
+            for head in range(12):
+                model.tap = analyze.removing({layer: [[head]]})
+                analyze.token_losses(model, w)
+
+    times = []
+    for f in (theirs, ours):
+        start = time.perf_counter()
+        f()
+        times.append(time.perf_counter() - start)
+    text = f"{times[1] / times[0]:.2f}  ({times[1]:.0f} s : {times[0]:.0f} s)"
+    row("interventions, GPT-2, 1 x 1024, 24 of 144", "full forward passes with a hook", "≤ 0.8", text)
 
 
 def bench_experiment(rounds):
-    """Wall time of an experiment of 1M runs over the sum of its training steps and evaluations."""
+    """Wall time of an experiment of 1M runs over the sum of its steps and evaluations; and two processes beside one."""
+    shape, _ = SHAPES["1M"]
+    data = Path(tempfile.gettempdir()) / "nanoablate-bench"
+    tokens()
+    walls, spent, evaluations = [], 0.0, 0
     with tempfile.TemporaryDirectory() as place:
-        data = Path(tempfile.gettempdir()) / "nanoablate-bench"
-        tokens()
         config = Path(place) / "few.py"
-        config.write_text(
-            (HERE / "config/residual_1m.py").read_text() + f"\ndataset = {str(data)!r}\nseeds = range(1)\n"
-        )
-        call = [
-            sys.executable,
-            str(HERE / "train.py"),
-            str(config),
-            f"--out_dir={place}/out",
-            "--log_interval=1",
-            "--max_iters=500",
-        ]
-        start = time.perf_counter()
-        subprocess.run(call, check=True, capture_output=True, cwd=place)
-        wall = time.perf_counter() - start
-        spent, evaluations = 0.0, 0
-        for log in Path(place).glob("out/*/*/log.jsonl"):
+        config.write_text(f"exec(open({str(HERE / 'config/residual_1m.py')!r}).read())\nseeds = range(1)\n")
+        for processes in (1, 2):
+            call = [sys.executable, str(HERE / "train.py"), str(config), f"--dataset={data}", "--max_iters=500"]
+            call += [f"--out_dir={place}/{processes}", "--log_interval=1"]
+            threads = os.environ | {"OMP_NUM_THREADS": str(torch.get_num_threads() // processes)}
+            start = time.perf_counter()
+            many = [subprocess.Popen(call, stdout=subprocess.DEVNULL, env=threads) for _ in range(processes)]
+            assert not any(p.wait() for p in many)
+            walls.append(time.perf_counter() - start)
+        for log in Path(place).glob("1/*/*/log.jsonl"):
             rows = [json.loads(line) for line in log.read_text().splitlines()]
             spent += sum(12 * 64 / r["tokens_per_second"] for r in rows if "tokens_per_second" in r)
             evaluations += sum("val_loss" in r for r in rows)
-    shape, _ = SHAPES["1M"]
     model, w = GPT(GPTConfig(**shape)), prepare.windows(prepare.load(data, check=False)[1] % 65, 64)
     window_losses(model, w)
     start = time.perf_counter()
     window_losses(model, w)
     spent += evaluations * (time.perf_counter() - start)
-    row(
-        "experiment of four 1M runs, wall time",
-        "its training steps and evaluations",
-        "≤ 1.05",
-        f"{wall / spent:.3f}  ({wall:.0f} s : {spent:.0f} s)",
-    )
+    text = f"{walls[0] / spent:.3f}  ({walls[0]:.0f} s : {spent:.0f} s)"
+    row("experiment of four 1M runs, wall time", "its training steps and evaluations", "≤ 1.05", text)
+    text = f"{walls[0] / walls[1]:.2f}  ({walls[0]:.0f} s : {walls[1]:.0f} s)"
+    row("the same in one process of two threads", "two processes of one thread", "", text)
 
 
 def bench_prepare(rounds):
+    """About 50 MB of Python sources, each file a document of a .jsonl file."""
+    measure, against = "prepare, GPT-2 encoding, 2 workers", "bare encode_ordinary_batch, 2 threads"
     try:
-        import tiktoken
-
-        encoding = tiktoken.get_encoding("gpt2")
-    except Exception:
-        row(
-            "prepare, GPT-2 encoding",
-            "bare tiktoken, same threads",
-            "≥ 0.9",
-            "no vocabulary here: set TIKTOKEN_CACHE_DIR",
-        )
+        encoding = prepare.gpt2()
+    except UserError as e:
+        row(measure, against, "≥ 0.9", str(e))
         return
-    texts = [
-        p.read_text(encoding="utf-8", errors="replace") for p in sorted(Path(json.__file__).parent.parent.glob("*.py"))
-    ]
-    texts *= 3
+    texts, size = [], 0
+    for path in sorted(Path(json.__file__).parent.parent.rglob("*.py")):
+        texts.append(path.read_text(encoding="utf-8", errors="replace"))
+        if (size := size + len(texts[-1])) > 50e6:
+            break
     with tempfile.TemporaryDirectory() as place:
         source = Path(place) / "text.jsonl"
         source.write_text("\n".join(json.dumps({"text": t}) for t in texts))
         ours = lambda: prepare.main([str(source), f"--out={place}/out", "--workers=2"])  # noqa: E731
         with contextlib.redirect_stdout(sys.stderr):
             result = in_turn(lambda: encoding.encode_ordinary_batch(texts, num_threads=2), ours, rounds)
-    ratio("prepare, GPT-2 encoding, 2 workers", "bare tiktoken, 2 threads", "≥ 0.9", result)
+        n = sum(prepare.load(Path(place) / "out", check=False)[2]["tokens"].values())
+    ratio(f"{measure}, {size / 1e6:.0f} MB", f"{against}, {n / result[3] / 1e6:.1f}M tokens/s", "≥ 0.9", result)
 
 
 def bench_start(rounds):
+    tokens()
+    data, config = Path(tempfile.gettempdir()) / "nanoablate-bench", str(HERE / "config/demo.py")
     with tempfile.TemporaryDirectory() as place:
-        prepare_out = Path(tempfile.gettempdir()) / "nanoablate-bench"
-        tokens()
-        call = [
-            sys.executable,
-            "-X",
-            "importtime",
-            str(HERE / "train.py"),
-            str(HERE / "config/demo.py"),
-            "--max_iters=1",
-            "--seeds=0",
-            "--arms=FullResidual",
-        ]
-        call += [f"--dataset={prepare_out}", f"--out_dir={place}/out"]
+        call = [sys.executable, "-X", "importtime", str(HERE / "train.py"), config, f"--dataset={data}", "--seeds=0"]
+        call += ["--max_iters=1", "--arms=FullResidual", f"--out_dir={place}/out"]
         start = time.perf_counter()
         with subprocess.Popen(call, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
-            for line in process.stdout:
-                if "step 0/" in line:
-                    first = time.perf_counter() - start
-            loaded = process.stderr.read()
-    heavy = [
-        m
-        for m in ("scipy", "matplotlib", "transformers", "datasets", "tiktoken", "wandb", "pandas")
-        if f"| {m}\n" in loaded.replace(" ", "")
-    ]
-    row(
-        "`python train.py` to the first step, demo",
-        "",
-        "",
-        f"{first:.1f} s; unused packages imported: {', '.join(heavy) or 'none'}",
-    )
+            first = next(time.perf_counter() - start for line in process.stdout if "step 0/" in line)
+            loaded = process.communicate()[1].replace(" ", "")
+    unused = ("scipy", "matplotlib", "transformers", "datasets", "tiktoken", "wandb", "pandas")
+    heavy = ", ".join(m for m in unused if f"|{m}\n" in loaded)
+    row("`python train.py` to the first step, demo", "", "", f"{first:.1f} s; unused imports: {heavy or 'none'}")
 
 
 def main(argv):
@@ -296,8 +369,9 @@ def main(argv):
     print(f"torch {torch.__version__}, {torch.get_num_threads()} threads; ratio [least, most] (times)")
     row("measure", "against", "goal", "")
     for name, bench in benches.items():
-        if flags.get("only", name) == name and not (quick and name in ("removal", "memory", "experiment")):
-            bench(3 if quick else 7)
+        if flags.get("only", name) == name and not (quick and name in SLOW):
+            bench(2 if quick else 3)
+            torch.compiler.reset()
 
 
 if __name__ == "__main__":
