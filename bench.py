@@ -228,10 +228,10 @@ def hooked_gpt2():
     w = torch.as_tensor(tokens()[: 4 * 1025].reshape(4, 1025).astype("int64"))
 
     def on_v(v, hook):  # (B, T, H D)
-        values["v"] = v.unflatten(-1, (12, 64))
+        values["v"] = v.reshape(4, 1024, 12, 64)
 
     def on_z(z, hook):  # (B, T, H D), the input of the output projection
-        cosine = torch.nn.functional.cosine_similarity(z.unflatten(-1, (12, 64)), values["v"], dim=-1)  # (B, T, H)
+        cosine = torch.nn.functional.cosine_similarity(z.reshape(4, 1024, 12, 64), values["v"], dim=-1)  # (B, T, H)
         own[int(hook.name.split(".")[1])] = cosine[:, 1:].mean((0, 1))
 
     hooks = [(lambda n: n.endswith("attn.v.hook_out"), on_v), (lambda n: n.endswith("attn.o.hook_in"), on_z)]
@@ -317,7 +317,7 @@ def bench_experiment(rounds):
 
 
 def bench_prepare(rounds):
-    """About 50 MB of Python sources, each file a document of a .jsonl file."""
+    """About 50 MB of Python sources, each file a document of a .jsonl file; our side is the whole command."""
     measure, against = "prepare, GPT-2 encoding, 2 workers", "bare encode_ordinary_batch, 2 threads"
     try:
         encoding = prepare.gpt2()
@@ -332,9 +332,9 @@ def bench_prepare(rounds):
     with tempfile.TemporaryDirectory() as place:
         source = Path(place) / "text.jsonl"
         source.write_text("\n".join(json.dumps({"text": t}) for t in texts))
-        ours = lambda: prepare.main([str(source), f"--out={place}/out", "--workers=2"])  # noqa: E731
-        with contextlib.redirect_stdout(sys.stderr):
-            result = in_turn(lambda: encoding.encode_ordinary_batch(texts, num_threads=2), ours, rounds)
+        call = [sys.executable, str(HERE / "prepare.py"), str(source), f"--out={place}/out", "--workers=2"]
+        ours = lambda: subprocess.run(call, check=True, capture_output=True)  # noqa: E731
+        result = in_turn(lambda: encoding.encode_ordinary_batch(texts, num_threads=2), ours, rounds)
         n = sum(prepare.load(Path(place) / "out", check=False)[2]["tokens"].values())
     ratio(f"{measure}, {size / 1e6:.0f} MB", f"{against}, {n / result[3] / 1e6:.1f}M tokens/s", "≥ 0.9", result)
 
@@ -345,10 +345,15 @@ def bench_start(rounds):
     with tempfile.TemporaryDirectory() as place:
         call = [sys.executable, "-X", "importtime", str(HERE / "train.py"), config, f"--dataset={data}", "--seeds=0"]
         call += ["--max_iters=1", "--arms=FullResidual", f"--out_dir={place}/out"]
+        loaded = Path(place) / "imports"
         start = time.perf_counter()
-        with subprocess.Popen(call, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        with (
+            open(loaded, "w") as err,
+            subprocess.Popen(call, stdout=subprocess.PIPE, stderr=err, text=True) as process,
+        ):
             first = next(time.perf_counter() - start for line in process.stdout if "step 0/" in line)
-            loaded = process.communicate()[1].replace(" ", "")
+            process.communicate()
+        loaded = loaded.read_text().replace(" ", "")
     unused = ("scipy", "matplotlib", "transformers", "datasets", "tiktoken", "wandb", "pandas")
     heavy = ", ".join(m for m in unused if f"|{m}\n" in loaded)
     row("`python train.py` to the first step, demo", "", "", f"{first:.1f} s; unused imports: {heavy or 'none'}")

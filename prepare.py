@@ -509,6 +509,8 @@ def encode(batch):
     for _, name, text in batch:
         try:  # encode_ordinary: text that reads <|endoftext|> is text
             ids = [END_OF_TEXT] if text is None else gpt2().encode_ordinary(text)
+        except UserError:
+            raise
         except BaseException as e:  # a panic inside tiktoken is no Exception
             raise UserError(
                 f"{name} can't be tokenized ({type(e).__name__}: {textwrap.shorten(str(e), 200)})"
@@ -554,7 +556,7 @@ def prepared(folder):
 
     All three are there whole at the end, or folder is as it was.
     """
-    made = not folder.exists()
+    made = [p for p in (folder, *folder.parents) if not p.exists()]
     folder.mkdir(parents=True, exist_ok=True)
     for old in folder.glob("*.????????.tmp"):  # of a prepare that was killed: a living one holds a lock
         with contextlib.suppress(OSError), open(old) as file:
@@ -578,9 +580,9 @@ def prepared(folder):
             for name in ("meta.json", "train.bin", "val.bin"):  # all, so that old and new never mix
                 (folder / name).unlink(missing_ok=True)
     except BaseException:
-        if made:
-            with contextlib.suppress(OSError):
-                folder.rmdir()
+        with contextlib.suppress(OSError):
+            for new in made:
+                new.rmdir()
         raise
 
 
@@ -588,7 +590,6 @@ def write_gpt2(docs, folder, source, limit, workers):
     """GPT-2 tokens of documents, as train.bin, val.bin and meta.json in folder; limit: None, or stop after so many."""
     from tqdm import tqdm
 
-    gpt2()  # no folder without a vocabulary
     terminal = sys.stderr.isatty()
     began = said = time.monotonic()
     total = n = skipped = start = 0  # tokens, documents, rows without text, bytes of train.bin before the last document
