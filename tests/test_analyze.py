@@ -250,7 +250,8 @@ def test_a_whole_experiment(out):
     assert third["se_text"] == standard_errors(windows - reference)[1] and fourth["sd_ratio"] is None
     assert r["audit"]["checked"] == 15 and r["audit"]["failed"] == [] and r["audit"]["max_abs_diff"] <= 1e-5
     assert [c["predicted"] for c in r["contrasts"]] == [[0, None], [-9, 9], [5, 6], None]
-    low, high = stats.ttest_rel(losses["FFNOnly"], losses["Full"]).confidence_interval(0.9)
+    low, high = stats.ttest_rel(losses["FFNOnly"], losses["Full"]).confidence_interval(1 - 0.1 / 4)
+    assert first["ci_predicted"] == pytest.approx([low, high])
     assert [c["as_predicted"] for c in r["contrasts"]] == [
         True if low > 0 else False if high < 0 else None,
         True,
