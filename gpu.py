@@ -5,9 +5,10 @@ What the tests can't see without a GPU: one GPU, no network, at most 8 minutes, 
 
 Rows: bf16 training of each arm at the 10M shape; two runs, same bits; SIGTERM and resume, same bits; one process under
 torchrun with nccl; then, for 10M, 51M and 124M with removal none and self, tokens per second, model FLOP utilisation
-and peak memory. A check that fails says so in its row and the rest goes on; exit status 1 if any failed. Everything is
-trained by train.py from the configs of the project, in a temporary folder, on the text inside Python and on random
-tokens. Needs torch, numpy and tqdm alone.
+and peak memory; and at 10M once more without deterministic algorithms, which tells what they cost. A check that fails
+says so in its row and the rest goes on; exit status 1 if any failed. Everything is trained by train.py from the configs
+of the project, in a temporary folder, on the text inside Python and on random tokens. Needs torch, numpy and tqdm
+alone.
 
 Utilisation = tokens/s * (6 N + 12 L C T) / peak, where N counts parameters without position embeddings, L layers,
 C the width, T the block size, and peak is the chip's dense bfloat16 rate.
@@ -171,13 +172,15 @@ def process_group(run):
     return f"the first {len(pairs)} losses are within {far:.1e} of those without it"
 
 
-def speed(run, shape, removal, peak):
+def speed(run, shape, removal, peak, deterministic=True):
     """peak: operations a second of the device, or None where it is unknown."""
     config, arm, data = SHAPES[shape]
-    found = run(config, f"{shape}-{removal}", f"--arms={arm}", *data, f"--removal={removal}")
-    rows = log(f"{shape}-{removal}", arm)
+    out = f"{shape}-{removal}-{deterministic}"
+    flags = (*data, f"--removal={removal}", f"--deterministic={deterministic}")
+    found = run(config, out, f"--arms={arm}", *flags)
+    rows = log(out, arm)
     rate = statistics.median(row["tokens_per_second"] for row in rows[4:-1])  # the first steps compile
-    model = torch.load(f"{shape}-{removal}/{arm}/seed0/ckpt.pt", weights_only=True)["model"]
+    model = torch.load(f"{out}/{arm}/seed0/ckpt.pt", weights_only=True)["model"]
     n = sum(w.numel() for k, w in model.items() if k not in ("wpe.weight", "lm_head.weight"))  # the latter is wte
     c = rows[-1]["config"]
     operations = 6 * n + 12 * c["n_layer"] * c["n_embd"] * c["block_size"]  # a token
@@ -194,11 +197,15 @@ def checks(run, peak):
     rows = [(f"10M, {arm}", functools.partial(one_arm, run, arm)) for arm in ARMS]
     rows += [(check.__name__.replace("_", " "), functools.partial(check, run)) for check in (two_runs, resume)]
     rows += [("torchrun, one process", functools.partial(process_group, run))]
-    return rows + [
-        (f"{shape}, removal {removal}", functools.partial(speed, run, shape, removal, peak))
-        for removal in ("none", "self")
-        for shape in SHAPES
-    ]
+    return (
+        rows
+        + [
+            (f"{shape}, removal {removal}", functools.partial(speed, run, shape, removal, peak))
+            for removal in ("none", "self")
+            for shape in SHAPES
+        ]
+        + [("10M, deterministic=False", functools.partial(speed, run, "10M", "none", peak, False))]
+    )
 
 
 def table(rows):
