@@ -35,7 +35,9 @@ endif
 gpu: $(filter .venv/bin/python,$(PYTHON))
 	$(PYTHON) gpu.py
 
+# without its peers, bench.py leaves their rows empty
 bench: $(filter .venv/bin/python,$(PYTHON))
+	@$(PYTHON) -c 'import transformer_lens' 2> /dev/null || $(PYTHON) -m pip install -q -r requirements-bench.txt || true
 	$(PYTHON) bench.py
 
 clean:

@@ -12,7 +12,6 @@ import contextlib
 import itertools
 import json
 import os
-import resource
 import statistics
 import subprocess
 import sys
@@ -95,8 +94,9 @@ def our_step(shape, batch, steps=1, **settings):
 
 def their_step(shape, batch, steps=1):
     """The same with transformers' GPT-2 in float32: what a user would write."""
-    from transformers import GPT2Config, GPT2LMHeadModel
+    from transformers import GPT2Config, GPT2LMHeadModel, logging
 
+    logging.set_verbosity(logging.CRITICAL)
     off = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
     names = {k: shape[k] for k in ("n_layer", "n_head", "n_embd", "vocab_size")}
     model = GPT2LMHeadModel(GPT2Config(**names, n_positions=shape["block_size"], **off)).train()
@@ -111,7 +111,7 @@ def their_step(shape, batch, steps=1):
             torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
             optimizer.step()
             optimizer.zero_grad()
-        return float(loss)
+        return float(loss.detach())
 
     return run
 
@@ -163,26 +163,31 @@ def bench_removal(rounds):
             row(f"removal={removal}, {name}", f"removal=none, {plain.says}", "≤ +3%" if compiled else "", text)
 
 
+def memory(key):
+    """A line of /proc/self/status in MiB (Linux): VmRSS, what this process holds; VmHWM, the most that it has held."""
+    return int(Path("/proc/self/status").read_text().split(key + ":")[1].split()[0]) / 1024
+
+
 def peak(kind):
-    """Peak memory in MiB, in this process, of what a row compares; of heads that above the loaded weights (Linux)."""
+    """Peak memory in MiB, in this process, of one side of a row; of heads that above the loaded weights."""
     if kind in ("ours", "theirs"):
         model, look = tapped_gpt2() if kind == "ours" else hooked_gpt2()
-        weights = [p.detach().double().sum() for p in model.parameters()]  # touched, so loaded
+        for p in model.parameters():
+            p.detach().double().sum()  # touched, so loaded
         Path("/proc/self/clear_refs").write_text("5")  # the highest mark begins anew
-        status = lambda key: int(Path("/proc/self/status").read_text().split(key)[1].split()[0]) / 1024  # noqa: E731
-        before = status("VmRSS:")
+        before = memory("VmRSS")
         look()
-        return status("VmHWM:") - before + 0 * len(weights)
+        return memory("VmHWM") - before
     shape, _ = SHAPES["124M"]
     if kind == "step":
         our_step(shape, 4, dtype="float32", compile=False)()
-        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+        return memory("VmHWM")
     model = GPT(GPTConfig(**shape))
     optimizer = train.make_optimizer(model, train.Config())
     rows = train.batch(tokens(), 0, 0, 4, 1024)
     model(rows[:, :-1], rows[:, 1:])[1].backward()  # plain cross-entropy on full logits
     optimizer.step()
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+    return memory("VmHWM")
 
 
 def in_processes(a, b):

@@ -752,7 +752,8 @@ def main(argv):
         say(f"{out}/plan.json is written, nothing is trained")
         return
     references = ", ".join(f"{k} {v:.4f}" for k, v in plan["references"].items() if v is not None)
-    say(f"{out}: {len(arms)} arms x {len(seeds)} seeds on {config.device} in {config.dtype}; nats: {references}")
+    how = f"on {config.device} in {config.dtype}, {'compiled' if config.compile else 'eager'}"
+    say(f"{out}: {len(arms)} arms x {len(seeds)} seeds {how}; nats: {references}")
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, on_signal)
 

@@ -528,6 +528,41 @@ def test_without_interventions_delta_is_null(work):
     assert r["summary"]["r_stat"] is None and r["window_length"] == 20  # one window has no halves
 
 
+def measured(own, null, delta):
+    """What measure() would return for one layer of heads: (windows, heads) each."""
+    x = {"own": own, "null": null, "delta": delta, "across": np.full(own.shape, np.nan)}
+    return {k: a[:, None, :] for k, a in x.items()} | {"loss": np.ones(len(own)), "delta_all": np.ones(len(own))}
+
+
+def test_the_best_predictor_comes_with_the_share_of_halves_where_it_is_the_best():
+    rng = np.random.default_rng(0)
+    delta = rng.normal(size=30) + 0.1 * rng.normal(size=(40, 30))
+    noise = rng.normal(size=30) + 0.1 * rng.normal(size=(40, 30))
+    s = analyze.summarize(measured(delta + noise / 9, noise, delta), 30)["summary"]
+    assert s["best_predictor"] == "own" and s["best_predictor_share"] > 0.95
+    twin = delta + 0.3 * rng.normal(size=(40, 30))
+    s = analyze.summarize(measured(delta, twin, delta), 30)["summary"]  # two that are hardly told apart
+    first, second = (abs(s[f"r_{k}_delta"]) for k in ("stat", "null"))
+    assert s["best_predictor"] == ("own" if first > second else "null") and 0 < s["best_predictor_share"] < 1
+
+
+def test_no_point_of_a_figure_lies_outside_its_axes(tmp_path, monkeypatch):
+    figures = []
+    monkeypatch.setattr(analyze, "save_figure", lambda fig, path, title: figures.append(fig))
+    rng = np.random.default_rng(0)
+    own, null, delta = (rng.normal(size=(8, 20)) - 0.5 for _ in range(3))
+    x = measured(own, null, delta)
+    r = {"model": "m", "tokens": 8, "window_length": 1} | analyze.summarize(x, 20)
+    analyze.figures_heads(tmp_path, r, x)
+    points = 0
+    for axis in (axis for fig in figures for axis in fig.axes):
+        for marks in axis.collections:
+            for px, py in np.asarray(marks.get_offsets()) if marks.get_offsets().shape == (20, 2) else ():
+                points += 1
+                assert axis.get_xlim()[0] < px < axis.get_xlim()[1] and axis.get_ylim()[0] < py < axis.get_ylim()[1]
+    assert points == 20 * 4  # own against null, delta against own, even against odd halves of both
+
+
 def test_explained_is_null_where_own_is_near_zero():
     x = {k: np.full((2, 1, 2), v) for k, v in {"own": 0.005, "null": 0.004, "across": np.nan, "delta": np.nan}.items()}
     s = analyze.summarize(x | {"loss": np.ones(2), "delta_all": np.full(2, np.nan)}, 2)["summary"]
