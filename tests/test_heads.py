@@ -540,8 +540,8 @@ def test_the_best_predictor_comes_with_the_share_of_halves_where_it_is_the_best(
     noise = rng.normal(size=30) + 0.1 * rng.normal(size=(40, 30))
     s = analyze.summarize(measured(delta + noise / 9, noise, delta), 30)["summary"]
     assert s["best_predictor"] == "own" and s["best_predictor_share"] > 0.95
-    twin = delta + 0.3 * rng.normal(size=(40, 30))
-    s = analyze.summarize(measured(delta, twin, delta), 30)["summary"]  # two that are hardly told apart
+    one, other = (delta + rng.normal(size=(40, 30)) for _ in range(2))
+    s = analyze.summarize(measured(one, other, delta), 30)["summary"]  # two that are hardly told apart
     first, second = (abs(s[f"r_{k}_delta"]) for k in ("stat", "null"))
     assert s["best_predictor"] == ("own" if first > second else "null") and 0 < s["best_predictor_share"] < 1
 
