@@ -175,6 +175,9 @@ def last_row(folder):
             return None
         if missing := [k for k in RECORD if k not in rows[-1]]:
             raise ValueError(f"its last row holds no {missing[0]}")
+        loss, losses = rows[-1]["val_loss"], rows[-1]["window_losses"]
+        if rows[-1]["status"] == "finished" and not (isinstance(loss, float) and isinstance(losses, list)):
+            raise ValueError("its last row is that of a finished run and holds no losses")
     except FileNotFoundError:
         return None
     except ValueError as e:
@@ -310,6 +313,8 @@ def audit(out, runs, previous):
         model = build(ckpt).to(device)
         run = runs[arm, seed] or ckpt
         problems = [f"ckpt.pt and log.jsonl differ in {line}" for line in prepare.differences(run, ckpt)]
+        if "val_history" in ckpt and [tuple(x) for x in ckpt["val_history"]] != [tuple(x) for x in run["val_history"]]:
+            problems.append("ckpt.pt and log.jsonl hold different validation losses during training")
         if ckpt["status"] != run["status"]:
             problems.append(f"ckpt.pt says {ckpt['status']}, log.jsonl {run['status']}")
         elif ckpt["status"] == "finished":
@@ -1009,7 +1014,7 @@ def measure(model, w, bos=False, interventions=False, path=None, layers=None):
         nonlocal saved
         if path is not None and time.monotonic() - saved > after:
             with whole_file(path, "wb") as f:
-                np.savez(f, key=np.array(key), **x)
+                np.savez(f, key=np.array([key, contents(x)]), **x)
             saved = time.monotonic()
 
     ids, T = torch.as_tensor(w[:1]).to(next(model.parameters()).device), w.shape[1] - 1
@@ -1073,11 +1078,17 @@ def measurement_key(model, w, bos):
     return hashlib.sha256(b"".join([repr(parts).encode(), np.ascontiguousarray(w).tobytes(), *code])).hexdigest()
 
 
+def contents(x):
+    """A hash of what was measured, so that a file that was altered is measured again."""
+    return hashlib.sha256(b"".join(np.ascontiguousarray(x[k]).tobytes() for k in sorted(x))).hexdigest()
+
+
 def resumed(path, key, shape):
     """What an earlier call has measured under the same key, or None."""
     try:
         with np.load(path) as f:
-            return {name: f[name] for name in shape} if str(f["key"]) == key else None
+            x = {name: f[name] for name in shape}
+            return x if f["key"].tolist() == [key, contents(x)] else None
     except (TypeError, OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile):  # not there, or damaged
         return None
 
@@ -1382,6 +1393,8 @@ HEADS_FLAGS |= {"dtype": str, "out": str, "help": bool}
 def heads_command(names, flags):
     if not names:
         raise UserError("name a MODEL or more: python analyze.py heads RUN_FOLDER | ckpt.pt | TRANSFORMERS_MODEL ...")
+    if empty := [name for name in ("data", "text", "out") if flags.get(name) == ""]:
+        raise UserError(f"--{empty[0]} is empty: write --{empty[0]}=VALUE or leave it out")
     if "data" in flags and "text" in flags:
         raise UserError("--data and --text both say on which text to measure: give one of them")
     if flags.get("windows", 1) < 1:

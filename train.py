@@ -156,7 +156,7 @@ def interval(x):
     if not isinstance(x, list | tuple) or len(x) != 2:
         return False
     low, high = x
-    numbers = all(type(v) in (int, float) and math.isfinite(v) for v in x if v is not None)
+    numbers = all(type(v) in (int, float) and abs(v) < 1e9 for v in x if v is not None)
     return x.count(None) < 2 and numbers and (None in x or low < high)
 
 
@@ -175,8 +175,8 @@ def check_config(config):
         raise UserError(f"beta1={config.beta1} and beta2={config.beta2} must be below 1")
     if not config.out_dir:
         raise UserError("out_dir must not be empty")
-    if not config.margin > 0 or not 0 < config.alpha < 1:
-        raise UserError(f"margin={config.margin} must be positive and alpha={config.alpha} between 0 and 1")
+    if not config.margin > 0 or not 0 < config.alpha < 0.5:
+        raise UserError(f"margin={config.margin} must be positive and alpha={config.alpha} between 0 and 0.5")
     for name, choices in (("device", ("auto", "cpu", "cuda", "mps")), ("dtype", ("auto", "float32", "bfloat16"))):
         if getattr(config, name) not in choices:
             raise UserError(f"{name}={getattr(config, name)!r} must be one of {', '.join(choices)}")

@@ -429,7 +429,18 @@ def test_errors(tmp_path):
             analyze.main(["runs", str(tmp_path)])
 
 
-@pytest.mark.parametrize("tail, words", [("5", "line 5 is no row"), ("null", "no row"), ('{"iter": 3', "Expecting")])
+EMPTY = dict.fromkeys(analyze.RECORD) | {"status": "finished"}
+
+
+@pytest.mark.parametrize(
+    "tail, words",
+    [
+        (json.dumps(EMPTY), "holds no losses"),
+        ("5", "line 5 is no row"),
+        ("null", "no row"),
+        ('{"iter": 3', "Expecting"),
+    ],
+)
 def test_a_damaged_log_is_named(out, tail, words):
     with open(out / "Full/seed0/log.jsonl", "a") as f:
         f.write(tail + "\n")
@@ -454,6 +465,14 @@ def test_a_checkpoint_and_a_log_that_disagree_on_the_end_fail_the_audit(out):
     assert r["audit"]["failed"] == ["Full/seed0", "Half/seed0"] and r["status"] == "exploratory"
     assert "ckpt.pt says diverged, log.jsonl finished" in r["deviations"][0]
     assert "ckpt.pt says finished, log.jsonl diverged" in r["deviations"][1]
+
+
+def test_a_loss_during_training_that_was_altered_fails_the_audit(out):
+    path = out / "Full/seed0/log.jsonl"
+    lines = path.read_text().splitlines()
+    path.write_text("\n".join([json.dumps(json.loads(lines[0]) | {"val_loss": 0.1}), *lines[1:]]) + "\n")
+    r = report()
+    assert r["audit"]["failed"] == ["Full/seed0"] and "during training" in r["deviations"][0]
 
 
 def test_many_missing_runs_are_one_sentence_an_arm(out):

@@ -602,6 +602,12 @@ def test_interrupted_work_resumes(work, monkeypatch):
     calls.clear()
     measure(turned, W, interventions=True, path=path)
     assert len(calls) == 1 + 3 * 4
+    with np.load(path) as f:
+        altered = {k: f[k] for k in f}
+    altered["own"] = altered["own"] * 100
+    np.savez(path, **altered)  # not what was measured: measured again
+    again = measure(turned, W, interventions=True, path=path)[0]
+    assert len(calls) == 2 * (1 + 3 * 4) and np.abs(again["own"]).max() <= 1
     path.write_bytes(path.read_bytes()[:100])  # damaged: measured again
     assert measure(model, W, path=path)[0]["loss"] == pytest.approx(whole["loss"], abs=1e-5)
 
@@ -675,6 +681,8 @@ def test_several_models_make_one_table_and_one_figure(work, saved):
         (["run", "--window_length=0"], "has 40 positions, so --window_length=0"),
         (["run", "--bos"], "no beginning-of-text token"),
         (["run", "--data=absent"], "absent"),
+        (["run", "--data="], "--data is empty"),
+        (["run", "--out="], "--out is empty"),
         (["run", "--data=alien"], "vocabulary"),
         (["run", "--windows=0"], "at least 1"),
         (["run", "--dtype=float31"], "float32"),
