@@ -183,7 +183,7 @@ def last_row(folder):
     except ValueError as e:
         again = f"restore it, or delete {folder} and let train.py train this run again"
         raise UserError(f"{folder}/log.jsonl is damaged ({e}): {again}") from None
-    return rows[-1] | {"val_history": [(r["iter"], r["val_loss"]) for r in rows if "val_loss" in r]}
+    return rows[-1] | {"val_history": [[r["iter"], r["val_loss"]] for r in rows if "val_loss" in r]}
 
 
 def read_runs(out, plan):
@@ -198,10 +198,11 @@ def read_runs(out, plan):
     deviations += [f"Run {p.relative_to(out)} is not in the plan." for p in sorted(found - planned)]
     for arm in plan["arms"]:
         if lost := [seed for seed in plan["seeds"] if runs[arm, seed] is None]:
-            several = f"Runs {arm}/seed{lost[0]} and {len(lost) - 1} more of this arm are"
-            deviations.append(
-                f"{several if len(lost) > 1 else f'Run {arm}/seed{lost[0]} is'} planned and not finished."
+            one, several = (
+                f"Run {arm}/seed{lost[0]} is",
+                f"Runs {arm}/seed{lost[0]} and {len(lost) - 1} more of this arm are",
             )
+            deviations.append(f"{one if len(lost) == 1 else several} planned and not finished.")
     for (arm, seed), run in runs.items():
         if run is None:
             continue
@@ -313,7 +314,7 @@ def audit(out, runs, previous):
         model = build(ckpt).to(device)
         run = runs[arm, seed] or ckpt
         problems = [f"ckpt.pt and log.jsonl differ in {line}" for line in prepare.differences(run, ckpt)]
-        if "val_history" in ckpt and [tuple(x) for x in ckpt["val_history"]] != [tuple(x) for x in run["val_history"]]:
+        if ckpt["val_history"] != run["val_history"]:
             problems.append("ckpt.pt and log.jsonl hold different validation losses during training")
         if ckpt["status"] != run["status"]:
             problems.append(f"ckpt.pt says {ckpt['status']}, log.jsonl {run['status']}")
@@ -349,6 +350,7 @@ def load_checkpoint(path):
     try:
         ckpt = torch.load(path, map_location="cpu", weights_only=True)
         needed = ("model", "config", "arm", "seed", "step", "status", "window_losses", "training_path_loss")
+        needed += ("val_history",)
         if not isinstance(ckpt, dict) or any(k not in ckpt for k in needed):
             raise ValueError("it holds something else")
         return ckpt
@@ -441,7 +443,8 @@ def prediction(c):
         return "–"
     low, high = c["predicted"]
     ends = f"< {high:g}" if low is None else f"> {low:g}" if high is None else f"{low:g} .. {high:g}"
-    return f"{ends}: { ({True: 'as predicted', False: 'not', None: 'undecided'}[c['as_predicted']]) }"
+    came = {True: "as predicted", False: "not", None: "undecided"}[c["as_predicted"]]
+    return f"{ends}: {came}"
 
 
 def markdown(report, plan, name):
@@ -629,9 +632,6 @@ def spearman(a, b):
     return pearson(stats.rankdata(a), stats.rankdata(b))
 
 
-RANKS = {"pearson": pearson, "spearman": spearman}
-
-
 def over_halves(statistic, n, draws, seed):
     """
     Mean and central 95% of statistic(i, j) over random halves i, j of n windows; (None, None) where there are none.
@@ -676,9 +676,9 @@ def predicts(x, d, draws=1000, seed=0):
     odd windows, and of the first mean and ci95 over random halves as in split_half. None where not defined.
     """
     even, odd = slice(0, None, 2), slice(1, None, 2)
-    out = {name: both_ways(x, d, even, odd, r) if len(x) > 1 else None for name, r in RANKS.items()}
+    found = [both_ways(x, d, even, odd, r) if len(x) > 1 else None for r in (pearson, spearman)]
     mean, ci95 = over_halves(lambda i, j: both_ways(x, d, i, j), len(x), draws, seed)
-    return out | {"mean": mean, "ci95": ci95}
+    return {"pearson": found[0], "spearman": found[1], "mean": mean, "ci95": ci95}
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -729,6 +729,12 @@ def visible(mask, name):
     return window if window < len(i) else None
 
 
+def checkpoint_path(name):
+    """The ckpt.pt of a run folder; any other name as a path."""
+    path = Path(name)
+    return path / "ckpt.pt" if (path / "ckpt.pt").is_file() else path
+
+
 def open_model(name, dtype="float32"):
     """
     A run folder, a ckpt.pt, or a transformers model -> (model in evaluation mode, what is known about it).
@@ -736,11 +742,10 @@ def open_model(name, dtype="float32"):
     Both kinds then have `tap`, `stack` (their layers) and `sees` (how many positions a query sees in each, None: all).
     Raises UserError where there is no such model.
     """
-    path, device = Path(name), "cuda" if torch.cuda.is_available() else "cpu"
+    path, device = checkpoint_path(name), "cuda" if torch.cuda.is_available() else "cpu"
     if not name or not path.exists() and (name.count("/") > 1 or path.suffix == ".pt"):  # on the hub it is OWNER/NAME
         raise UserError(f"model {name!r} is no run folder or file here")
-    if (path / "ckpt.pt").is_file() or path.suffix == ".pt":
-        path = path if path.suffix == ".pt" else path / "ckpt.pt"
+    if path.suffix == ".pt":
         ckpt = load_checkpoint(path)
         model, c = build(ckpt), ckpt["config"]
         model.stack, model.sees = list(model.h), [None] * len(model.h)
@@ -1128,13 +1133,13 @@ def summarize(x, n_kv_head):
     for name, a in rivals.items():
         found = predicts(a if delta is not some else some, delta)
         s |= {f"r_{name}_delta": found.pop("pearson")} | {f"r_{name}_delta_{k}": v for k, v in found.items()}
-
-    def wins(i, j):  # is the best one the best on these halves too?
-        r = {k: both_ways(a, delta, i, j) for k, a in rivals.items() if k in rs}
-        return None if None in r.values() else float(max(r, key=lambda k: abs(r[k])) == best)
-
     rs = {k: abs(s[f"r_{k}_delta"]) for k in rivals if s[f"r_{k}_delta"] is not None}
     best = max(rs, key=rs.get, default=None)
+
+    def wins(i, j):  # is the best one the best on these halves too?
+        r = {k: both_ways(rivals[k], delta, i, j) for k in rs}
+        return None if None in r.values() else float(max(r, key=lambda k: abs(r[k])) == best)
+
     s["best_predictor"] = best and PREDICTORS[best]
     s["best_predictor_share"] = over_halves(wins, n, 1000, 0)[0] if best else None
     shape = {"n_layer": L, "n_head": H, "n_kv_head": n_kv_head, "windows": n}
@@ -1406,9 +1411,7 @@ def heads_command(names, flags):
         return
     out = Path(flags.get("out", "out/heads"))
     folders = ["-".join(p for p in Path(os.path.normpath(name)).parts if p not in ("/", "..")) for name in names]
-    if len(
-        {(Path(name) / "ckpt.pt" if (Path(name) / "ckpt.pt").is_file() else Path(name)).resolve() for name in names}
-    ) < len(names):
+    if len({checkpoint_path(name).resolve() for name in names}) < len(names):
         raise UserError("one of the models is named twice")
     if len(set(folders)) < len(names):
         raise UserError(f"two of the models would write to one folder of {out}: name each of them once")

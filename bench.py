@@ -32,22 +32,20 @@ SHAPES = {  # name: model, sequences a step
     "10M": ({"n_layer": 6, "n_head": 6, "n_embd": 384, "block_size": 256, "vocab_size": 65, "bias": False}, 64),
     "124M": ({"n_layer": 12, "n_head": 12, "n_embd": 768, "block_size": 1024, "vocab_size": 50304, "bias": False}, 1),
 }
-
-
 QUICK = ("steps", "start")
+DATA = Path(tempfile.gettempdir()) / "nanoablate-bench"
+
+
+def seconds(f):
+    start = time.perf_counter()
+    f()
+    return time.perf_counter() - start
 
 
 def in_turn(a, b, rounds):
     """Time a() and b() in turn -> (median of a's seconds over b's, least, greatest, median seconds of a, of b)."""
     a(), b()  # not the first call: it allocates, and compiles
-    times = []
-    for _ in range(rounds):
-        pair = []
-        for f in (a, b):
-            start = time.perf_counter()
-            f()
-            pair.append(time.perf_counter() - start)
-        times.append(pair)
+    times = [(seconds(a), seconds(b)) for _ in range(rounds)]
     ratios = [x / y for x, y in times]
     middle = [statistics.median(side) for side in zip(*times, strict=True)]
     return statistics.median(ratios), min(ratios), max(ratios), *middle
@@ -64,11 +62,15 @@ def ratio(measure, against, goal, result):
 
 def tokens():
     """Real text as tokens, prepared once."""
-    folder = Path(tempfile.gettempdir()) / "nanoablate-bench"
-    if not (folder / "meta.json").exists():
+    if not (DATA / "meta.json").exists():
         with contextlib.redirect_stdout(sys.stderr):
-            prepare.main(["pydocs", f"--out={folder}"])
-    return prepare.load(folder, check=False)[0] % 65
+            prepare.main(["pydocs", f"--out={DATA}"])
+    return prepare.load(DATA, check=False)[0] % 65
+
+
+def windows(n):
+    """The first n * 1,025 tokens -> (n, 1025) int64."""
+    return torch.as_tensor(tokens()[: n * 1025].reshape(n, 1025).astype("int64"))
 
 
 def our_step(shape, batch, steps=1, **settings):
@@ -218,7 +220,7 @@ def tapped_gpt2():
     import analyze
 
     model, _ = analyze.open_model(gpt2_folder())
-    w = torch.as_tensor(tokens()[: 4 * 1025].reshape(4, 1025).astype("int64"))
+    w = windows(4)
     return model, lambda: analyze.measure(model, w)[0]["own"].mean(0)  # (12, 12)
 
 
@@ -229,9 +231,9 @@ def hooked_gpt2():
 
     folder, own, values = gpt2_folder(), {}, {}
     bridge = TransformerBridge.boot_transformers(folder, hf_model=AutoModelForCausalLM.from_pretrained(folder))
-    w = torch.as_tensor(tokens()[: 4 * 1025].reshape(4, 1025).astype("int64"))
+    w = windows(4)
 
-    def on_v(v, hook):  # (B, T, H D)
+    def on_v(v, hook):  # (B, T, H, D)
         values["v"] = v.reshape(4, 1024, 12, 64)
 
     def on_z(z, hook):  # (B, T, H D), the input of the output projection
@@ -271,18 +273,13 @@ def bench_interventions(rounds):
     import analyze
 
     model, _ = analyze.open_model(gpt2_folder())
-    w = torch.as_tensor(tokens()[:1025].reshape(1, 1025).astype("int64"))
+    w = windows(1)
 
     def passes():
         for layer in (4, 7):
             for head in range(12):
                 model.tap = analyze.removing({layer: [[head]]})
                 analyze.token_losses(model, w)
-
-    def seconds(f):
-        start = time.perf_counter()
-        f()
-        return time.perf_counter() - start
 
     once = seconds(lambda: analyze.measure(model, w, interventions=True, layers=[]))
     ours = once + 6 * (seconds(lambda: analyze.measure(model, w, interventions=True, layers=[4, 7])) - once)
@@ -294,14 +291,13 @@ def bench_interventions(rounds):
 def bench_experiment(rounds):
     """Wall time of an experiment of 1M runs over the sum of its steps and evaluations; and two processes beside one."""
     shape, _ = SHAPES["1M"]
-    data = Path(tempfile.gettempdir()) / "nanoablate-bench"
     tokens()
     walls, spent, evaluations = [], 0.0, 0
     with tempfile.TemporaryDirectory() as place:
         config = Path(place) / "few.py"
         config.write_text(f"exec(open({str(HERE / 'config/residual_1m.py')!r}).read())\nseeds = range(1)\n")
         for processes in (1, 2):
-            call = [sys.executable, str(HERE / "train.py"), str(config), f"--dataset={data}", "--max_iters=400"]
+            call = [sys.executable, str(HERE / "train.py"), str(config), f"--dataset={DATA}", "--max_iters=400"]
             call += [f"--out_dir={place}/{processes}", "--log_interval=1"]
             threads = os.environ | {"OMP_NUM_THREADS": str(torch.get_num_threads() // processes)}
             start = time.perf_counter()
@@ -312,11 +308,9 @@ def bench_experiment(rounds):
             rows = [json.loads(line) for line in log.read_text().splitlines()]
             spent += sum(12 * 64 / r["tokens_per_second"] for r in rows if "tokens_per_second" in r)
             evaluations += sum("val_loss" in r for r in rows)
-    model, w = GPT(GPTConfig(**shape)), prepare.windows(prepare.load(data, check=False)[1] % 65, 64)
+    model, w = GPT(GPTConfig(**shape)), prepare.windows(prepare.load(DATA, check=False)[1] % 65, 64)
     window_losses(model, w)
-    start = time.perf_counter()
-    window_losses(model, w)
-    spent += evaluations * (time.perf_counter() - start)
+    spent += evaluations * seconds(lambda: window_losses(model, w))
     text = f"{walls[0] / spent:.3f}  ({walls[0]:.0f} s : {spent:.0f} s)"
     row("experiment of four 1M runs, wall time", "its training steps and evaluations", "≤ 1.05", text)
     text = f"{walls[0] / walls[1]:.2f}  ({walls[0]:.0f} s : {walls[1]:.0f} s)"
@@ -349,9 +343,9 @@ def bench_prepare(rounds):
 
 def bench_start(rounds):
     tokens()
-    data, config = Path(tempfile.gettempdir()) / "nanoablate-bench", str(HERE / "config/demo.py")
+    config = str(HERE / "config/demo.py")
     with tempfile.TemporaryDirectory() as place:
-        call = [sys.executable, "-X", "importtime", str(HERE / "train.py"), config, f"--dataset={data}", "--seeds=0"]
+        call = [sys.executable, "-X", "importtime", str(HERE / "train.py"), config, f"--dataset={DATA}", "--seeds=0"]
         call += ["--max_iters=1", "--arms=FullResidual", f"--out_dir={place}/out"]
         loaded = Path(place) / "imports"
         start = time.perf_counter()

@@ -197,15 +197,12 @@ def checks(run, peak):
     rows = [(f"10M, {arm}", functools.partial(one_arm, run, arm)) for arm in ARMS]
     rows += [(check.__name__.replace("_", " "), functools.partial(check, run)) for check in (two_runs, resume)]
     rows += [("torchrun, one process", functools.partial(process_group, run))]
-    return (
-        rows
-        + [
-            (f"{shape}, removal {removal}", functools.partial(speed, run, shape, removal, peak))
-            for removal in ("none", "self")
-            for shape in SHAPES
-        ]
-        + [("10M, deterministic=False", functools.partial(speed, run, "10M", "none", peak, False))]
-    )
+    rows += [
+        (f"{shape}, removal {removal}", functools.partial(speed, run, shape, removal, peak))
+        for removal in ("none", "self")
+        for shape in SHAPES
+    ]
+    return [*rows, ("10M, deterministic=False", functools.partial(speed, run, "10M", "none", peak, False))]
 
 
 def table(rows):

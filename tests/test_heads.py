@@ -456,7 +456,7 @@ def checkpoint(folder, model, **more):
     """What train.py leaves in a run folder, as far as analysis needs it."""
     config = vars(model.config) | {"dataset": "tiny", "out_dir": "out/x"}
     ckpt = {"model": model.state_dict(), "config": config, "arm": "FullResidual", "seed": 0, "step": 1, "data": {}}
-    ckpt |= {"status": "finished", "window_losses": torch.zeros(1), "training_path_loss": 0.0} | more
+    ckpt |= {"status": "finished", "window_losses": torch.zeros(1), "training_path_loss": 0.0, "val_history": []} | more
     folder.mkdir(parents=True)
     torch.save(ckpt, folder / "ckpt.pt")
 
