@@ -42,22 +42,28 @@ def seconds(f):
     return time.perf_counter() - start
 
 
-def in_turn(a, b, rounds):
-    """Time a() and b() in turn -> (median of a's seconds over b's, least, greatest, median seconds of a, of b)."""
-    a(), b()  # not the first call: it allocates, and compiles
-    times = [(seconds(a), seconds(b)) for _ in range(rounds)]
-    ratios = [x / y for x, y in times]
-    middle = [statistics.median(side) for side in zip(*times, strict=True)]
-    return statistics.median(ratios), min(ratios), max(ratios), *middle
+def in_turn(sides, rounds):
+    """Call the functions in turn, once more than rounds -> their seconds, (rounds, sides)."""
+    for f in sides:
+        f()  # not the first call: it allocates, and compiles
+    return [[seconds(f) for f in sides] for _ in range(rounds)]
+
+
+def spread(times, a, b):
+    """Seconds of side a over those of side b: median, least, greatest."""
+    ratios = [t[a] / t[b] for t in times]
+    return statistics.median(ratios), min(ratios), max(ratios)
 
 
 def row(measure, against, goal, text):
     print(f"| {measure:<46} | {against:<44} | {goal:<8} | {text}", flush=True)
 
 
-def ratio(measure, against, goal, result):
-    middle, least, most, a, b = result
-    row(measure, against, goal, f"{middle:.2f} [{least:.2f}, {most:.2f}]  ({a * 1e3:,.0f} ms : {b * 1e3:,.0f} ms)")
+def ratio(measure, against, goal, times):
+    """A row: the first side over the second."""
+    middle, least, most = spread(times, 0, 1)
+    a, b = (statistics.median(side) * 1e3 for side in zip(*times, strict=True))
+    row(measure, against, goal, f"{middle:.2f} [{least:.2f}, {most:.2f}]  ({a:,.0f} ms : {b:,.0f} ms)")
 
 
 def tokens():
@@ -125,13 +131,13 @@ def bench_steps(rounds):
         ours = our_step(shape, batch, steps)
         against = f"transformers GPT-2, float32 : {ours.says}"
         ratio(f"training step, {name}, {batch} x {shape['block_size']}", against, goals[name],
-              in_turn(their_step(shape, batch, steps), ours, rounds))  # fmt: skip
+              in_turn([their_step(shape, batch, steps), ours], rounds))  # fmt: skip
+        if name == "10M":
+            share(ours, shape, batch, rounds)
 
 
-def bench_share(rounds):
-    """Operations of a step at the 10M shape over what plain bfloat16 matrix products reach here and now."""
-    shape, batch = SHAPES["10M"]
-    step = our_step(shape, batch)
+def share(step, shape, batch, rounds):
+    """Operations of a step over what plain bfloat16 matrix products reach here and now."""
     n = sum(p.numel() for name, p in GPT(GPTConfig(**shape)).named_parameters() if name != "wpe.weight")
     L, C, T = shape["n_layer"], shape["n_embd"], shape["block_size"]
     operations = (6 * n + 12 * L * C * T) * batch * T
@@ -142,26 +148,25 @@ def bench_share(rounds):
         for _ in range(products):
             a @ b
 
-    slower, least, most, t_step, t_plain = in_turn(step, plain, rounds)
+    times = in_turn([plain, step], rounds)
     scale = operations / (2 * 4096 * 1536 * 1536 * products)  # operations of a step in units of the plain run
-    text = f"{scale / slower:.0%} [{scale / most:.0%}, {scale / least:.0%}]  ({operations / t_step / 1e9:,.0f} GFLOP/s)"
+    middle, least, most = (f"{scale * x:.0%}" for x in spread(times, 0, 1))
+    rate = operations / statistics.median(t[1] for t in times)
+    text = f"{middle} [{least}, {most}]  ({rate / 1e9:,.0f} GFLOP/s)"
     row("share of bf16 matrix products, 10M", f"(6N + 12 L C T) a token : {step.says}", "≥ 68%", text)
 
 
 def bench_removal(rounds):
-    for name, compiled, removals in (
-        ("10M", True, ("self", "fixed", "rotated", "previous")),
-        ("124M", True, ("self", "fixed", "rotated", "previous")),
-        ("10M", False, ("self",)),
-    ):
+    controls = ("self", "fixed", "rotated", "previous")
+    for name, compiled, removals in (("10M", True, controls), ("124M", True, controls), ("10M", False, ("self",))):
+        torch.compiler.reset()  # after 8 variants of a function torch goes on without compiling
         shape, batch = SHAPES[name]
-        batch = min(batch, 16)
-        plain = our_step(shape, batch, compile=compiled)
-        for removal in removals:
-            other = our_step(shape, batch, compile=compiled, removal=removal)
-            middle, least, most, _, _ = in_turn(other, plain, rounds)
-            text = f"{middle - 1:+.1%} [{least - 1:+.1%}, {most - 1:+.1%}]"
-            row(f"removal={removal}, {name}", f"removal=none, {plain.says}", "≤ +3%" if compiled else "", text)
+        sides = [our_step(shape, min(batch, 16), compile=compiled, removal=r) for r in ("none", *removals)]
+        times = in_turn(sides, rounds + 2)
+        for i, removal in enumerate(removals, 1):
+            middle, least, most = (f"{x - 1:+.1%}" for x in spread(times, i, 0))
+            goal = "≤ +3%" if compiled else ""
+            row(f"removal={removal}, {name}", f"removal=none, {sides[0].says}", goal, f"{middle} [{least}, {most}]")
 
 
 def memory(key):
@@ -260,7 +265,7 @@ def bench_heads(rounds):
     _, ours = tapped_gpt2()
     off = abs(torch.as_tensor(ours()) - theirs()).max()
     assert off < 1e-4, off
-    ratio(measure, against, "≥ 2.5", in_turn(theirs, ours, rounds))
+    ratio(measure, against, "≥ 2.5", in_turn([theirs, ours], rounds))
     a, b = in_processes("ours", "theirs")
     row("the same, peak memory above the weights", against, "≤ 0.33", f"{a / b:.2f}  ({a:,.0f} MiB : {b:,.0f} MiB)")
 
@@ -289,32 +294,33 @@ def bench_interventions(rounds):
 
 
 def bench_experiment(rounds):
-    """Wall time of an experiment of 1M runs over the sum of its steps and evaluations; and two processes beside one."""
+    """Wall time of four 1M runs over the sum of their steps and evaluations; and two processes beside one."""
     shape, _ = SHAPES["1M"]
     tokens()
-    walls, spent, evaluations = [], 0.0, 0
+    rates = []  # tokens a second in training steps, over all processes
     with tempfile.TemporaryDirectory() as place:
         config = Path(place) / "few.py"
         config.write_text(f"exec(open({str(HERE / 'config/residual_1m.py')!r}).read())\nseeds = range(1)\n")
-        for processes in (1, 2):
-            call = [sys.executable, str(HERE / "train.py"), str(config), f"--dataset={DATA}", "--max_iters=400"]
+        for processes, steps in ((2, 200), (1, 800)):
+            call = [sys.executable, str(HERE / "train.py"), str(config), f"--dataset={DATA}", f"--max_iters={steps}"]
             call += [f"--out_dir={place}/{processes}", "--log_interval=1"]
             threads = os.environ | {"OMP_NUM_THREADS": str(torch.get_num_threads() // processes)}
             start = time.perf_counter()
             many = [subprocess.Popen(call, stdout=subprocess.DEVNULL, env=threads) for _ in range(processes)]
             assert not any(p.wait() for p in many)
-            walls.append(time.perf_counter() - start)
-        for log in Path(place).glob("1/*/*/log.jsonl"):
-            rows = [json.loads(line) for line in log.read_text().splitlines()]
-            spent += sum(12 * 64 / r["tokens_per_second"] for r in rows if "tokens_per_second" in r)
-            evaluations += sum("val_loss" in r for r in rows)
+            wall = time.perf_counter() - start
+            logs = [log.read_text().splitlines() for log in Path(place).glob(f"{processes}/*/*/log.jsonl")]
+            rows = [json.loads(line) for log in logs for line in log]
+            times = [12 * 64 / r["tokens_per_second"] for r in rows if "tokens_per_second" in r]
+            rates.append(processes * len(times) * 12 * 64 / sum(times))
     model, w = GPT(GPTConfig(**shape)), prepare.windows(prepare.load(DATA, check=False)[1] % 65, 64)
     window_losses(model, w)
-    spent += evaluations * seconds(lambda: window_losses(model, w))
-    text = f"{walls[0] / spent:.3f}  ({walls[0]:.0f} s : {spent:.0f} s)"
-    row("experiment of four 1M runs, wall time", "its training steps and evaluations", "≤ 1.05", text)
-    text = f"{walls[0] / walls[1]:.2f}  ({walls[0]:.0f} s : {walls[1]:.0f} s)"
-    row("the same in one process of two threads", "two processes of one thread", "", text)
+    evaluation = statistics.median(seconds(lambda: window_losses(model, w)) for _ in range(rounds))
+    spent = sum(times) + evaluation * sum("val_loss" in r for r in rows)
+    text = f"{wall / spent:.3f}  ({wall:.0f} s : {spent:.0f} s)"
+    row("experiment of four 1M runs, 800 steps", "its training steps and evaluations", "≤ 1.05", text)
+    text = f"{rates[0] / rates[1]:.2f}  ({rates[0]:,.0f} : {rates[1]:,.0f} tokens/s)"
+    row("two processes of one thread", "one process of two threads, 1M", "", text)
 
 
 def bench_prepare(rounds):
@@ -336,9 +342,10 @@ def bench_prepare(rounds):
         source.write_text("\n".join(json.dumps({"text": t}) for t in texts))
         call = [sys.executable, str(HERE / "prepare.py"), str(source), f"--out={place}/out", "--workers=2"]
         ours = lambda: subprocess.run(call, check=True, capture_output=True)  # noqa: E731
-        result = in_turn(lambda: encoding.encode_ordinary_batch(texts, num_threads=2), ours, rounds)
+        times = in_turn([lambda: encoding.encode_ordinary_batch(texts, num_threads=2), ours], rounds)
         n = sum(prepare.load(Path(place) / "out", check=False)[2]["tokens"].values())
-    ratio(f"{measure}, {size / 1e6:.0f} MB", f"{against}, {n / result[3] / 1e6:.1f}M tokens/s", "≥ 0.9", result)
+    rate = n / statistics.median(t[0] for t in times)
+    ratio(f"{measure}, {size / 1e6:.0f} MB", f"{against}, {rate / 1e6:.1f}M tokens/s", "≥ 0.9", times)
 
 
 def bench_start(rounds):
