@@ -823,9 +823,9 @@ def read_windows(known, data=None, text=None, windows=64, length=None, bos=False
     if not 2 <= T <= most:
         raise UserError(f"{label} has {known['positions']} positions, so --window_length={T} can't be measured")
     if len(tokens) <= T:
-        raise UserError(
-            f"{text or folder} has {len(tokens)} tokens, too few for one window: set --window_length below {T}"
-        )
+        rest = len(tokens) - 1  # a window needs the token after it
+        hint = f"set --window_length={rest} or less" if rest > 1 else "give more text"
+        raise UserError(f"{text or folder} has {len(tokens)} tokens, too few for one window of {T}: {hint}")
     w = prepare.windows(tokens, T)
     w = np.array(w[np.arange(min(windows, len(w))) * len(w) // min(windows, len(w))], np.int64)  # spread over the text
     if bos and known["bos"] is None:
