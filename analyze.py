@@ -51,7 +51,8 @@ def paired(a, b, margin=None, alpha=0.05, m=1):
     a: (n,), b: (n,) or a number; pairs by position, None or a non-finite value where there is none. margin: half-width
     within which the two count as equivalent. m: number of planned contrasts, for mde80 at level alpha / m.
 
-    Returns a dict; a statistic that is not defined is None, and then `reason` says why:
+    Returns a dict; what is not defined is None, and where there is no t test `reason` says why. Besides, bca95 needs
+    five pairs, sd_ratio and p_pitman_morgan two arms, and the latter three pairs. Its keys:
     n, mean, sd, dz = mean / sd, t, df, p and the intervals ci95, ci90 (paired t test: differences normal, pairs
     independent), p_signflip (exact sign-flip test of a symmetric difference for n <= 20, else 99,999 seeded flips) and
     p_signflip_min, the least value it can take, bca95 (bias-corrected and accelerated bootstrap, Efron 1987; it covers
@@ -265,9 +266,13 @@ def contrast(plan, runs, a, b, predicted=None):
         for s in seeds
         if (r := runs.get((arm, s), {})) is None or r.get("status") == "diverged"
     ]
+    counted = []  # on what the reference was counted, in the form of a run
+    if reference and not lost:
+        same = sides[0][0]["config"] | {"block_size": plan["config"]["block_size"]}
+        counted = [sides[0][0] | {"config": same, "data": plan["data"]}]
     if lost:
         result["reason"] = f"{', '.join(lost)} missing or diverged, and the rest alone would be another sample"
-    elif reason := unlike([r for side in sides for r in side]):
+    elif reason := unlike([r for side in sides for r in side] + counted):
         result = dict.fromkeys(result) | {k: result[k] for k in ("a", "b", "n", "predicted")} | {"reason": reason}
     else:
         if predicted and result["sd"]:
@@ -284,19 +289,18 @@ def contrast(plan, runs, a, b, predicted=None):
     return result
 
 
-def audit(out, runs, previous):
+def audit(out, runs, previous, same=True):
     """
     Measure every checkpoint again, in a fresh model built from the config that is saved in it.
 
     The windows in float32 as in training, and the training-path batch under the run's own autocast. A difference means
-    that what was trained or measured is not what the config says.
+    that what was trained or measured is not what the config says. previous: the audit of an earlier report, which is
+    carried over where no checkpoint is here and the losses are the same as then.
     """
     result = {"checked": 0, "max_abs_diff": None, "max_abs_diff_path": None, "failed": [], "sentences": []}
     todo = [(arm, seed) for arm, seed in runs if (out / arm / f"seed{seed}" / "ckpt.pt").exists()]
-    if not todo:
-        if previous and previous.get("checked"):
-            return previous | {"carried_over": True}
-        return result
+    if not todo and same and previous and previous.get("checked"):
+        return previous | {"carried_over": True}
     device = "cuda" if torch.cuda.is_available() else "cpu"
     cache, worst, worst_path = {}, 0.0, 0.0
     for arm, seed in tqdm(todo, "audit", leave=False, disable=None):
@@ -322,7 +326,8 @@ def audit(out, runs, previous):
             saved = ckpt["window_losses"].numpy()
             if list(saved) != list(run["window_losses"]):
                 problems.append("ckpt.pt and log.jsonl hold different losses")
-            diff = float(np.abs(window_losses(model, windows).numpy() - saved).max())
+            both = min(len(windows), len(saved))  # a changed eval_tokens is named above
+            diff = float(np.abs(window_losses(model, windows[:both]).numpy() - saved[:both]).max())
             worst = max(worst, diff)
             if not diff <= WINDOW_TOLERANCE:
                 problems.append(f"a window's loss by {diff:.2g} nats")
@@ -332,7 +337,7 @@ def audit(out, runs, previous):
             worst_path = max(worst_path, diff)
             if not diff <= PATH_TOLERANCE[c["dtype"]]:
                 problems.append(f"the training path's loss by {diff:.2g} nats")
-        result["checked"] += 1
+            result["checked"] += 1
         if problems:
             result["failed"].append(name)
             where = "on re-measuring a model built from its saved config"
@@ -342,7 +347,7 @@ def audit(out, runs, previous):
         if name not in measured:  # a failure is not forgotten with its checkpoint
             result["failed"].append(name)
             result["sentences"].append(sentence)
-    return result | {"max_abs_diff": worst, "max_abs_diff_path": worst_path}
+    return result | ({"max_abs_diff": worst, "max_abs_diff_path": worst_path} if result["checked"] else {})
 
 
 def load_checkpoint(path):
@@ -350,7 +355,7 @@ def load_checkpoint(path):
     try:
         ckpt = torch.load(path, map_location="cpu", weights_only=True)
         needed = ("model", "config", "arm", "seed", "step", "status", "window_losses", "training_path_loss")
-        needed += ("val_history",)
+        needed += ("val_history", "data")
         if not isinstance(ckpt, dict) or any(k not in ckpt for k in needed):
             raise ValueError("it holds something else")
         return ckpt
@@ -363,8 +368,15 @@ def load_checkpoint(path):
 
 def build(ckpt):
     """A fresh model from the config and weights of a checkpoint, in evaluation mode."""
-    model = GPT(GPTConfig(**{f.name: ckpt["config"].get(f.name, f.default) for f in fields(GPTConfig)}), ckpt["seed"])
-    model.load_state_dict(ckpt["model"])
+    try:
+        config = GPTConfig(**{f.name: ckpt["config"].get(f.name, f.default) for f in fields(GPTConfig)})
+        model = GPT(config, ckpt["seed"])
+        model.load_state_dict(ckpt["model"])
+    except (RuntimeError, ValueError, TypeError, AttributeError) as e:
+        run, why = f"{ckpt['arm']}/seed{ckpt['seed']}", textwrap.shorten(str(e), 120)
+        raise UserError(
+            f"the weights of {run} do not fit its saved config ({why}): delete it and train again"
+        ) from None
     return model.eval()
 
 
@@ -377,11 +389,9 @@ def report_runs(out):
     sha = hashlib.sha256(plan_bytes).hexdigest()
     runs, deviations = read_runs(out, plan)
     try:
-        old = prepare.read_json(out / "report.json", "plan_sha256", "audit")
+        old = prepare.read_json(out / "report.json", "plan_sha256", "audit", "arms")
     except UserError:  # none, or a damaged one, which is written anew
-        old = {"plan_sha256": None}
-    checked = audit(out, runs, old["audit"] if old["plan_sha256"] == sha else None)
-    deviations += checked["sentences"]
+        old = {"plan_sha256": None, "arms": {}}
     arms = {}
     for arm in plan["arms"]:
         rows = [runs[arm, seed] for seed in plan["seeds"]]
@@ -398,6 +408,9 @@ def report_runs(out):
             "best_mean": float(np.mean(best)) if whole else None,
             "seeds": {str(s): r and r["val_loss"] for s, r in zip(plan["seeds"], rows, strict=True)},
         }
+    same = {arm: a["seeds"] for arm, a in arms.items()} == {arm: a.get("seeds") for arm, a in old["arms"].items()}
+    checked = audit(out, runs, old["audit"] if old["plan_sha256"] == sha else None, same)
+    deviations += checked["sentences"]
     contrasts = [contrast(plan, runs, *planned) for planned in plan["contrasts"]]
     for c, p in zip(contrasts, holm([c["p"] for c in contrasts]), strict=True):
         c["p_holm"] = p
@@ -510,7 +523,7 @@ def markdown(report, plan, name):
             f" {a['max_abs_diff_path']:.1e} on the training path.\n"
         )
     else:
-        text += "\nAudit: no checkpoint is here, so none was measured again.\n"
+        text += "\nAudit: no checkpoint of a finished run is here, so none was measured again.\n"
     return text
 
 
@@ -566,10 +579,15 @@ def figure_runs(path, report, plan, runs):
                     name, (axis.get_xlim()[1], value), (-4, 3), textcoords="offset points", ha="right", size=8
                 )
         axis.set_ylim(low, high)
-        axis.title.set_size(10)
         axis.spines[["top", "right"]].set_visible(False)
     left.legend(frameon=False, fontsize=8, ncols=1 if len(arms) <= 6 else 2)
-    fig.suptitle(f"{Path(plan['config']['out_dir']).name}: {report['status']}", fontsize=11)
+    save_figure(fig, path, f"{Path(plan['config']['out_dir']).name}: {report['status']}")
+
+
+def save_figure(fig, path, title):
+    fig.suptitle(title, fontsize=11)
+    for axis in fig.axes:
+        axis.title.set_size(10)
     with whole_file(path, "wb") as f:
         fig.savefig(f, dpi=150, format="png", metadata={"Software": None})
 
@@ -750,6 +768,7 @@ def open_model(name, dtype="float32"):
         model, c = build(ckpt), ckpt["config"]
         model.stack, model.sees = list(model.h), [None] * len(model.h)
         known = {k: c[k] for k in ("removal", "routing", "dataset", "vocab_size")} | {"positions": c["block_size"]}
+        known |= {"eval_tokens": c["eval_tokens"]}
         known |= {"label": f"{ckpt['arm']}/seed{ckpt['seed']}", "out": path.parent / "heads", "data": ckpt["data"]}
         return model.to(device, getattr(torch, dtype)), known | {"tokenizer": None, "bos": None}
     if path.is_dir() and not (path / "config.json").is_file():
@@ -791,7 +810,14 @@ def open_model(name, dtype="float32"):
     except Exception:  # there is none: --data may still do
         tokenizer = None
     label = path.resolve().name if path.is_dir() else name
-    known = {"removal": "none", "routing": True, "dataset": None, "vocab_size": config.vocab_size, "label": label}
+    known = {
+        "removal": "none",
+        "routing": True,
+        "dataset": None,
+        "eval_tokens": None,
+        "vocab_size": config.vocab_size,
+        "label": label,
+    }
     known |= {
         "positions": getattr(config, "max_position_embeddings", None),
         "out": Path("out/heads") / Path(label).name,
@@ -826,7 +852,7 @@ def read_windows(known, data=None, text=None, windows=64, length=None, bos=False
         rest = len(tokens) - 1  # a window needs the token after it
         hint = f"set --window_length={rest} or less" if rest > 1 else "give more text"
         raise UserError(f"{text or folder} has {len(tokens)} tokens, too few for one window of {T}: {hint}")
-    w = prepare.windows(tokens, T)
+    w = prepare.windows(tokens, T, known["eval_tokens"] if text is None and data is None else None)
     w = np.array(w[np.arange(min(windows, len(w))) * len(w) // min(windows, len(w))], np.int64)  # spread over the text
     if bos and known["bos"] is None:
         raise UserError(f"{label} has no beginning-of-text token: leave out --bos")
@@ -842,9 +868,7 @@ def encode(text, known):
         raise UserError(f"{known['label']} comes without a tokenizer, so --text can't be read: use --data=NAME")
     meta = prepare.read_json(Path("data") / known["dataset"] / "meta.json")
     if meta["tokenizer"] == "gpt2":
-        import tiktoken
-
-        return tiktoken.get_encoding("gpt2").encode_ordinary(text)
+        return prepare.gpt2().encode_ordinary(text)
     ids = {c: i for i, c in enumerate(meta["characters"])}
     if strange := sorted(set(text) - set(ids)):
         raise UserError(f"the text holds {strange[0]!r}, which is no character of data/{known['dataset']}: take it out")
@@ -1017,7 +1041,8 @@ def measure(model, w, bos=False, interventions=False, path=None, layers=None):
 
     def save(after=-1):
         nonlocal saved
-        if path is not None and time.monotonic() - saved > after:
+        if path is not None and time.monotonic() - saved > after and np.isfinite(x["loss"]).any():
+            Path(path).parent.mkdir(parents=True, exist_ok=True)
             with whole_file(path, "wb") as f:
                 np.savez(f, key=np.array([key, contents(x)]), **x)
             saved = time.monotonic()
@@ -1234,12 +1259,12 @@ def three_checks(report, heads, removals=None):
         )
     removals = removals or {arm: arm for arm in report["arms"]}
     kinds = [(removals.get(c["a"]), removals.get(c["b"])) for c in report["contrasts"]]
-    tested = [
-        c for c, k in zip(report["contrasts"], kinds, strict=True) if k in (("self", "fixed"), ("self", "rotated"))
-    ]
+    controlled = ({"self", "fixed"}, {"self", "rotated"})
+    tested = [c for c, k in zip(report["contrasts"], kinds, strict=True) if set(k) in controlled]
     for c in tested:
         found = verdict(c, report["alpha"])
-        said = {"lower": "The gain is that direction's own", "higher": "That direction does worse than the control"}
+        better, worse = ("lower", "higher") if removals[c["a"]] == "self" else ("higher", "lower")
+        said = {better: "The gain is that direction's own", worse: "That direction does worse than the control"}
         said["not computed"] = f"Not tested: {c['reason']}"
         said = said.get(found.split(",")[0], "No gain of that direction over the control is shown")
         lines.append(
@@ -1249,14 +1274,6 @@ def three_checks(report, heads, removals=None):
     if not tested:
         lines.append("- Direction specificity: self − fixed or self − rotated is not planned: not tested.")
     return lines
-
-
-def save_figure(fig, path, title):
-    fig.suptitle(title, fontsize=11)
-    for axis in fig.axes:
-        axis.title.set_size(10)
-    with whole_file(path, "wb") as f:
-        fig.savefig(f, dpi=150, format="png", metadata={"Software": None})
 
 
 def figure_map(path, r, own, null):
@@ -1369,7 +1386,6 @@ def heads_of(name, out, flags):
     chosen = {k: flags[k] for k in ("data", "text", "windows") if k in flags} | {"length": flags.get("window_length")}
     w, text = read_windows(known, **chosen, bos=bos)
     out = known["out"] if out is None else out
-    out.mkdir(parents=True, exist_ok=True)
     x, n_kv_head = measure(model, w, bos, flags.get("interventions", False), out / "heads.npz")
     T = w.shape[1] - 1 - bos
     r = {

@@ -5,7 +5,8 @@ How fast, beside what people use now and beside what the machine can do.
 
 One table of ratios. The two sides of a ratio run in turn inside one process, so that a busy machine slows both; shown
 are the median over the rounds and, in brackets, the least and the greatest. A training step is forward, backward,
-clipping and optimizer, on real tokens. A peer that is not installed (requirements-bench.txt) leaves its row empty.
+clipping and optimizer, on real tokens. A row without brackets is one measurement. A peer that is not installed
+(requirements-bench.txt) leaves its row empty.
 """
 
 import contextlib
@@ -286,7 +287,10 @@ def bench_interventions(rounds):
             model.tap = analyze.removing({4: [[head]]})
             analyze.token_losses(model, w)
 
+    analyze.measure(model, w)  # not the first call: it allocates
     once = seconds(lambda: analyze.measure(model, w, interventions=True, layers=[]))
+    model.tap = analyze.removing({layer: [list(range(12))] for layer in range(12)})
+    once += seconds(lambda: analyze.token_losses(model, w))  # delta_all, which is taken with any layer
     ours = once + 6 * (seconds(lambda: analyze.measure(model, w, interventions=True, layers=[4, 7])) - once)
     theirs = 18 * seconds(passes)
     text = f"{ours / theirs:.2f}  ({ours:.0f} s : {theirs:.0f} s)"

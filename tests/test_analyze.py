@@ -275,6 +275,13 @@ def test_a_report_is_made_again_without_weights(out):
         " (carried over from an earlier report: the weights are not here)", ""
     ) == text
     assert (out / "report.png").read_bytes() == picture
+    path = out / "Half/seed0/log.jsonl"  # losses that were never audited do not inherit an audit
+    lines = path.read_text().splitlines()
+    last = json.loads(lines[-1])
+    last |= {"val_loss": last["val_loss"] - 0.5, "window_losses": [x - 0.5 for x in last["window_losses"]]}
+    path.write_text("\n".join([*lines[:-1], json.dumps(last)]) + "\n")
+    assert report()["audit"]["checked"] == 0
+    path.write_text("\n".join(lines) + "\n")
     (out / "report.json").unlink()
     assert report()["audit"]["checked"] == 0 and "none was measured again" in (out / "report.md").read_text()
 
@@ -305,6 +312,16 @@ def test_a_diverged_run_stays(out):
     assert (half["n"], half["n_finite"], half["mean"], half["sd"], half["seeds"]["2"]) == (5, 4, None, None, None)
     assert "Half/seed2 missing or diverged" in r["contrasts"][1]["reason"] and r["contrasts"][1]["p"] is None
     assert "5 (1 diverged)" in (out / "report.md").read_text()
+    assert r["audit"]["checked"] == 14 and "14 of 15 runs measured again" in (out / "report.md").read_text()
+
+
+def test_a_report_without_spread_prints(out):
+    """R1: equal differences, and a single pair."""
+    r, plan, _ = analyze.report_runs(out)
+    for a, b in (([1.915, 1.904], [1.912, 1.901]), ([1.5], [1.4])):
+        r["contrasts"][0] |= paired(a, b) | {"p_holm": None}
+        text = analyze.markdown(r, plan, "toy")
+        assert "not computed" in text and r["contrasts"][0]["reason"] in text and "nan" not in text.lower()
 
 
 def respoil(path, change):
@@ -391,6 +408,10 @@ def test_other_windows_are_refused(out):
     assert analyze.unlike([last, last]) is None
     shorter = last | {"data": last["data"] | {"windows": 3}}
     assert analyze.unlike([last, shorter]).startswith("the two sides differ in number of windows: 3, ")
+    train.main(["toy.py", "--eval_tokens=100", "--amend=a trial"])  # the references are counted on fewer windows now
+    r = report()
+    assert r["contrasts"][0]["p"] is not None and r["contrasts"][2]["p"] is None
+    assert r["contrasts"][2]["reason"].startswith("the two sides differ in number of windows: ")
 
 
 def test_a_foreign_pickle_is_refused_and_not_run(out):
@@ -473,6 +494,19 @@ def test_a_loss_during_training_that_was_altered_fails_the_audit(out):
     path.write_text("\n".join([json.dumps(json.loads(lines[0]) | {"val_loss": 0.1}), *lines[1:]]) + "\n")
     r = report()
     assert r["audit"]["failed"] == ["Full/seed0"] and "during training" in r["deviations"][0]
+
+
+@pytest.mark.parametrize("flag, value", [("n_layer", 3), ("removal", "fixed"), ("removal", "slef"), ("n_head", None)])
+def test_a_config_that_the_weights_do_not_fit_is_named(out, flag, value):
+    respoil(out / "Half/seed1/ckpt.pt", lambda c: c["config"].update({flag: value}))
+    with pytest.raises(UserError, match="the weights of Half/seed1 do not fit its saved config"):
+        report()
+
+
+def test_a_checkpoint_that_says_another_eval_tokens_fails_the_audit(out):
+    respoil(out / "Half/seed1/ckpt.pt", lambda c: c["config"].update(eval_tokens=100))
+    r = report()
+    assert r["audit"]["failed"] == ["Half/seed1"] and "config.eval_tokens: planned None, now 100" in r["deviations"][0]
 
 
 def test_many_missing_runs_are_one_sentence_an_arm(out):
