@@ -768,7 +768,7 @@ def open_model(name, dtype="float32"):
         model, c = build(ckpt), ckpt["config"]
         model.stack, model.sees = list(model.h), [None] * len(model.h)
         known = {k: c[k] for k in ("removal", "routing", "dataset", "vocab_size")} | {"positions": c["block_size"]}
-        known |= {"eval_tokens": c["eval_tokens"]}
+        known |= {"eval_tokens": c.get("eval_tokens")}
         known |= {"label": f"{ckpt['arm']}/seed{ckpt['seed']}", "out": path.parent / "heads", "data": ckpt["data"]}
         return model.to(device, getattr(torch, dtype)), known | {"tokenizer": None, "bos": None}
     if path.is_dir() and not (path / "config.json").is_file():

@@ -158,9 +158,9 @@ class Block(nn.Module):
 
     def forward(self, x, mask, tap):  # (B, T, C) -> (B, T, C)
         c = self.config
-        branch = self.attn(self.ln_1(x), mask, tap)
+        branch = self.attn(self.ln_1(x), mask, tap).to(x.dtype)  # under autocast too, every arm's stream is float32
         x = torch.add(x, branch, alpha=c.attn_gain) if c.attn_residual else c.attn_gain * branch
-        branch = self.mlp(self.ln_2(x))
+        branch = self.mlp(self.ln_2(x)).to(x.dtype)
         return torch.add(x, branch, alpha=c.ffn_gain) if c.ffn_residual else c.ffn_gain * branch
 
 
@@ -293,9 +293,13 @@ class GPT(nn.Module):
         if config.n_kv_head not in (None, config.n_head):
             raise ValueError(f"n_kv_head={config.n_kv_head}, but pretrained model {name!r} has no grouped queries")
         try:
-            source = GPT2LMHeadModel.from_pretrained(name, dtype=torch.float32).state_dict()
-        except (OSError, ValueError) as e:
-            raise ValueError(f"pretrained model {name!r} can't be read: {str(e).strip().splitlines()[0]}") from None
+            source, info = GPT2LMHeadModel.from_pretrained(name, dtype=torch.float32, output_loading_info=True)
+        except Exception as e:  # a damaged file can raise anything in its reader
+            why = (str(e).strip() or type(e).__name__).splitlines()[0]
+            raise ValueError(f"pretrained model {name!r} can't be read: {why}") from None
+        if lost := sorted(info["missing_keys"]):  # transformers would leave random values there
+            raise ValueError(f"pretrained model {name!r} lacks weights ({len(lost)}, such as {lost[0]})")
+        source = source.state_dict()
         model = cls(config, seed)
         with torch.no_grad():
             for key, p in model.named_parameters():
@@ -338,6 +342,6 @@ def window_losses(model, windows, rank=0, world=1):
             w = torch.as_tensor(windows[i : i + batch] + 0)  # a copy, as a view of a file is read-only
             w = w.long().to(device)  # (batch, T + 1)
             _, loss = model(w[:, :-1], w[:, 1:], reduction="none")
-            losses[i : i + batch] = loss.double().mean(1).cpu()
+            losses[i : i + batch] = loss.cpu().double().mean(1)  # Apple GPUs have no float64
     model.train(training)
     return losses

@@ -86,7 +86,7 @@ def cli(main):
         sys.exit(130)
     except (UserError, OSError) as e:
         text = str(e) if isinstance(e, UserError) else f"{e.strerror or e}: {e.filename or 'the disk'}"
-        if os.environ.get("RANK", "0") == "0":  # torchrun starts many of us; one line is enough
+        if os.environ.get("LOCAL_RANK", "0") == "0":  # torchrun starts many of us; one line a machine is enough
             print(f"error: {' '.join(text.split())}", file=sys.stderr, flush=True)
         sys.exit(2)
 
@@ -102,7 +102,7 @@ def typed(name, value, kind):
     kinds = typing.get_args(kind) or (kind,)
     if type(value) in kinds:
         return value
-    if type(value) is int and float in kinds:
+    if type(value) is int and float in kinds and abs(value) < 2**1023:
         return float(value)
     names = " or ".join("None" if k is type(None) else k.__name__ for k in kinds)
     raise UserError(f"{name}={value!r} is of type {type(value).__name__}, it must be {names}")
@@ -130,7 +130,7 @@ def parse(argv, known):
         if has_value and kinds != (str,):
             try:
                 value = ast.literal_eval(text)
-            except (ValueError, SyntaxError):
+            except (ValueError, SyntaxError, TypeError):
                 value = text
             if str in kinds and type(value) not in kinds:
                 value = text
@@ -156,7 +156,7 @@ def whole_file(path, mode="w", replace=True):
         raise
     except (OSError, RuntimeError) as e:  # torch.save wraps the OSError of a full disk in a RuntimeError
         cause = e if isinstance(e, OSError) else e.__context__
-        if not isinstance(cause, OSError):
+        if not isinstance(cause, OSError) or cause.filename not in (None, tmp, str(path)):  # of a file that was read
             raise
         raise UserError(f"{path} can't be written ({cause.strerror}): what was there before is kept") from None
     finally:
@@ -180,7 +180,7 @@ def read_json(path, *needed):
 
 
 BINDING = ("config", "arms", "seeds", "contrasts", "alpha", "margin", "data", "source")  # parts of a plan
-PLAN = (*BINDING, "amendments", "packages", "references", "reference_windows", "time")  # what every plan holds
+PLAN = (*BINDING, "commit", "amendments", "packages", "references", "reference_windows", "time")  # and the rest
 NOT_BINDING = ("out_dir", "log_interval", "checkpoint_interval", "wandb_log", "wandb_project")  # they can't move a bit
 
 
@@ -218,7 +218,8 @@ def load(folder, vocab_size=None, check=True):
             raise UserError(f"{path} not found: run `{make}` first")
     if (folder / "meta.json").is_file():
         meta = read_json(folder / "meta.json")
-        missing = [k for k in ("vocab_size", "dtype", "tokens", "sha256") if k not in meta]
+        kinds = {"vocab_size": int, "dtype": str, "tokens": dict, "sha256": dict, "tokenizer": str | None}
+        missing = [k for k, kind in kinds.items() if k not in meta or not isinstance(meta[k], kind)]
         if missing or meta["dtype"] not in ("uint16", "uint32"):
             raise UserError(f"{folder}/meta.json is not ours (no usable {(missing or ['dtype'])[0]}): run `{make}`")
     elif vocab_size is None:
@@ -318,13 +319,14 @@ def read_text(path):
 
 
 def download_shakespeare():
+    import http.client
     import urllib.request
 
     hint = "fetch tiny Shakespeare yourself and pass it with --text=FILE"
     try:
         with urllib.request.urlopen(SHAKESPEARE_URL, timeout=60) as reply:
             raw = reply.read()
-    except OSError as e:
+    except (OSError, http.client.HTTPException) as e:
         raise UserError(f"{SHAKESPEARE_URL} can't be downloaded ({e}): {hint}") from None
     if hashlib.sha256(raw).hexdigest() != SHAKESPEARE_SHA256:
         raise UserError(f"{SHAKESPEARE_URL} did not arrive as expected (its sha256 differs): {hint}")

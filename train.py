@@ -434,6 +434,9 @@ def save_state(folder, state):
         raise UserError(f"{folder} has a ckpt.pt already")
     with whole_file(folder / "state.pt", "wb") as f:
         torch.save(state | {"digest": digest(state)}, f)
+    if (folder / "ckpt.pt").exists():  # it came while we wrote, where locks do not work
+        (folder / "state.pt").unlink(missing_ok=True)
+        raise UserError(f"{folder} has a ckpt.pt already")
     write_log(folder, state["rows"])
 
 
@@ -491,6 +494,14 @@ def train_run(config, arm, seed, data, record, folder, bar):
         warnings.filterwarnings("ignore", "`broadcast_buffers` is deprecated")  # its new name is absent before 2.13
         model = torch.nn.parallel.DistributedDataParallel(model, device_ids=ids, broadcast_buffers=False)
     autocast = torch.autocast(kind, torch.bfloat16, enabled=config.dtype == "bfloat16")
+    if model is not path_model and step:
+        # DDP lays its buckets of gradients out anew after the first backward pass of a process. One whose gradients are
+        # dropped, or the first step after a resume would add up in another order than that of an undisturbed run
+        w = batch(data["train"], seed, step, micro, T).to(device)  # (micro, T + 1)
+        with autocast:
+            _, loss = model(w[:, :-1], w[:, 1:], reduction="mean")
+        loss.backward()
+        optimizer.zero_grad(set_to_none=True)
     log = wandb_run(config, arm, seed, record, rows) if config.wandb_log and rank == 0 else None
 
     def validate():  # -> (n,) float64, the loss of each window
@@ -562,13 +573,12 @@ def train_run(config, arm, seed, data, record, folder, bar):
         if raw.config.dropout:
             raw.eval()
         fixed = batch(data["train"], seed, config.max_iters, config.batch_size, T)[:micro]  # (micro, T + 1)
-        with torch.no_grad(), autocast:
-            fixed_path = path_model(fixed[:, :-1].to(device), fixed[:, 1:].to(device), reduction="mean")
-            path_loss = float(fixed_path[1])
+        with autocast:  # with gradients, as without them torch may take, or compile, another path
+            _, path_loss = path_model(fixed[:, :-1].to(device), fixed[:, 1:].to(device), reduction="mean")
         chip = torch.cuda.get_device_name() if kind == "cuda" else platform.processor() or platform.machine()
         final |= {
             "status": status,
-            "training_path_loss": finite(path_loss),
+            "training_path_loss": finite(float(path_loss.detach())),
             **record,
             "processes": processes,
             "threads": torch.get_num_threads(),
@@ -662,10 +672,9 @@ def choose(config):
         config.device = "cuda" if torch.cuda.is_available() else "cpu"
     wide = config.n_embd >= 256
     if config.dtype == "auto":
-        fast = (
-            config.device == "cuda" or config.device == "cpu" and wide and torch.ops.mkldnn._is_mkldnn_bf16_supported()
-        )
-        config.dtype = "bfloat16" if fast else "float32"
+        onednn = torch.backends.mkldnn.is_available()
+        fast = config.device == "cpu" and wide and onednn and torch.ops.mkldnn._is_mkldnn_bf16_supported()
+        config.dtype = "bfloat16" if fast or config.device == "cuda" else "float32"
     if config.compile == "auto":
         worth = wide and config.max_iters >= 200 and shutil.which(os.environ.get("CXX", "c++")) is not None
         config.compile = config.device == "cuda" or config.device == "cpu" and worth
@@ -684,12 +693,15 @@ def prepare_machine(config):
     share = config.batch_size // PROCESSES
     if config.batch_size % PROCESSES:
         raise UserError(f"batch_size={config.batch_size} sequences can't be divided among {PROCESSES} processes")
-    if config.micro_batch_size is not None and (config.micro_batch_size < 1 or share % config.micro_batch_size):
+    if config.micro_batch_size is not None and share % config.micro_batch_size:
         raise UserError(
             f"micro_batch_size={config.micro_batch_size} does not divide the {share} sequences that each of"
             f" {PROCESSES} processes takes of batch_size={config.batch_size}"
         )
     if config.device == "cuda":
+        here, gpus = int(os.environ.get("LOCAL_WORLD_SIZE", 1)), torch.cuda.device_count()
+        if here > gpus:
+            raise UserError(f"{here} processes for {gpus} GPUs on this machine: say --nproc_per_node={gpus}")
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
     if "RANK" in os.environ:
         # torchrun may keep its store over a restart: keys of its own for each, or we would call a process that is dead

@@ -731,6 +731,7 @@ def test_a_run_that_diverged_is_refused(work):
     checkpoint(work / "bad", model, status="diverged")
     with pytest.raises(UserError, match="diverged"):
         analyze.main(["heads", "bad"])
+    assert not (work / "bad/heads").exists()
 
 
 # --- the three checks
@@ -755,6 +756,10 @@ def test_three_checks_say_every_number_and_hide_none():
     ):
         assert part in text
     assert "self − baseline" not in text and "self/seed0/heads/heads_map.png" in text
+    assert "The gain is that direction's own" in text
+    turned = {"a": "rotated", "b": "self"} | c | {"mean": 0.004, "ci95": [0.002, 0.006]}
+    text = "\n".join(analyze.three_checks(report | {"contrasts": [turned]}, heads))
+    assert "rotated − self +0.0040" in text and "The gain is that direction's own" in text
     c = dict.fromkeys(c) | {"a": "self", "b": "rotated", "reason": "one pair has no spread"}
     text = "\n".join(analyze.three_checks(report | {"contrasts": [c]}, heads))
     assert "Not tested: one pair has no spread" in text

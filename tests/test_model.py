@@ -92,6 +92,14 @@ def test_pretrained_models_that_would_be_wrong_are_refused(tmp_path):
         GPT.from_pretrained(str(tmp_path))
     with pytest.raises(ValueError, match="can't be read"):
         GPT.from_pretrained(str(tmp_path / "nothing"))
+    GPT2LMHeadModel(GPT2Config(n_embd=8, n_layer=1, n_head=2)).save_pretrained(tmp_path)
+    config, weights = tmp_path / "config.json", tmp_path / "model.safetensors"
+    config.write_text(config.read_text().replace('"n_layer": 1', '"n_layer": 2'))
+    with pytest.raises(ValueError, match=r"lacks weights \(12, such as transformer.h.1.attn.c_attn.bias\)"):
+        GPT.from_pretrained(str(tmp_path))
+    weights.write_bytes(weights.read_bytes()[:1000])
+    with pytest.raises(ValueError, match="can't be read"):
+        GPT.from_pretrained(str(tmp_path))
 
 
 def slow_attention(q, k, v, self_bias=0.0, routing=True):
@@ -153,6 +161,19 @@ def test_remove_direction_stays_in_float32_under_autocast():
     # a bfloat16 output is rounded to 8 bits, so a cosine up to 2**-8 is what its storage leaves
     assert low.dtype == torch.bfloat16
     assert F.cosine_similarity(low.double(), d.bfloat16().double(), dim=-1).abs().max() < 2**-8
+
+
+@pytest.mark.parametrize("attn_residual", [True, False])
+@pytest.mark.parametrize("ffn_residual", [True, False])
+def test_the_stream_is_float32_under_autocast_in_every_arm(attn_residual, ffn_residual):
+    """Or arms would differ in precision as well: a branch is bfloat16, and without a skip path it is all there is."""
+    model, seen = gpt(attn_residual=attn_residual, ffn_residual=ffn_residual), []
+    for block in model.h:
+        block.register_forward_hook(lambda module, args, x: seen.extend([args[0].dtype, x.dtype]))
+        block.ln_2.register_forward_hook(lambda module, args, x: seen.append(args[0].dtype))
+    with torch.autocast("cpu", torch.bfloat16):
+        model(tokens(1))
+    assert len(seen) == 3 * len(model.h) and set(seen) == {torch.float32}
 
 
 @pytest.mark.parametrize("n_kv_head", [None, 2])

@@ -197,7 +197,9 @@ def test_the_plan_is_written_first_and_whole(place):
     plan = json.loads(Path("out/toy/plan.json").read_text())
     assert list(plan["arms"]) == ["Full", "FFNOnly", "Self"] and plan["seeds"] == [0, 1] and plan["amendments"] == []
     assert plan["contrasts"] == [["FFNOnly", "Full"], ["Self", "Full"], ["FFNOnly", "unigram"]]
-    assert plan["config"]["dtype"] == "float32" and plan["config"]["vocab_size"] == plan["config"]["vocab_size"]
+    assert plan["config"]["dtype"] == "float32" and plan["config"]["vocab_size"] == len(
+        set(Path("toy.txt").read_text())
+    )
     assert plan["source"]["model.py"] == hashlib.sha256((ROOT / "model.py").read_bytes()).hexdigest()
     assert plan["data"]["val_sha256"] == hashlib.sha256(Path("data/toy/val.bin").read_bytes()).hexdigest()
     assert not list(Path("out/toy").glob("*/seed*"))
@@ -224,6 +226,18 @@ def test_two_processes_take_the_same_steps(place):
         one, two = ckpt("one", arm), ckpt("two", arm)
         assert two["processes"] == 2 and one["window_losses"].shape == two["window_losses"].shape
         assert one["window_losses"].tolist() == pytest.approx(two["window_losses"].tolist(), abs=1e-4)
+    Path("ranks.py").write_text(
+        f"import sys; sys.path.insert(0, {str(ROOT)!r}); import train; real = train.window_losses\n"
+        "def seen(model, windows, rank, world):\n"
+        "    print(train.digest(dict(model.named_parameters())), file=open(f'rank{rank}', 'a'))\n"
+        "    return real(model, windows, rank, world)\n"
+        "train.window_losses = seen; train.experiment(sys.argv[1:])\n"
+    )
+    program, env = command("--out_dir=bits", "--seeds=0", "--max_iters=20", "--micro_batch_size=2", torchrun=2)
+    program[program.index(str(ROOT / "train.py"))] = "ranks.py"
+    subprocess.run(program, env=env, check=True, capture_output=True, timeout=120)
+    ranks = [Path(f"rank{r}").read_text().split() for r in (0, 1)]
+    assert ranks[0] == ranks[1] and len(set(ranks[0])) == 4 and len(ranks[0]) % 3 == 0  # one start, three ends
 
 
 def killed_at(step, *flags):
