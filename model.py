@@ -158,10 +158,11 @@ class Block(nn.Module):
 
     def forward(self, x, mask, tap):  # (B, T, C) -> (B, T, C)
         c = self.config
-        branch = self.attn(self.ln_1(x), mask, tap).to(x.dtype)  # under autocast too, every arm's stream is float32
-        x = torch.add(x, branch, alpha=c.attn_gain) if c.attn_residual else c.attn_gain * branch
-        branch = self.mlp(self.ln_2(x)).to(x.dtype)
-        return torch.add(x, branch, alpha=c.ffn_gain) if c.ffn_residual else c.ffn_gain * branch
+        # under autocast a branch is bfloat16: without a skip path, too, the stream stays float32, as in the other arms
+        branch = self.attn(self.ln_1(x), mask, tap)
+        x = torch.add(x, branch, alpha=c.attn_gain) if c.attn_residual else c.attn_gain * branch.to(x.dtype)
+        branch = self.mlp(self.ln_2(x))
+        return torch.add(x, branch, alpha=c.ffn_gain) if c.ffn_residual else c.ffn_gain * branch.to(x.dtype)
 
 
 def token_loss(x, lm_head, targets, reduction):
