@@ -160,8 +160,6 @@ def standard_errors(d, block=16):
 
 WINDOW_TOLERANCE = 1e-5  # float32 sums in another order; a gain that is off by 0.001 moves a loss by more
 PATH_TOLERANCE = {"float32": 1e-5, "bfloat16": 5e-3}  # of the training path: compiled and eager round differently
-
-
 RECORD = ("arm", "seed", "status", "iter", "val_loss", "window_losses", "config", "data", "source", "torch")
 
 
@@ -199,11 +197,9 @@ def read_runs(out, plan):
     deviations += [f"Run {p.relative_to(out)} is not in the plan." for p in sorted(found - planned)]
     for arm in plan["arms"]:
         if lost := [seed for seed in plan["seeds"] if runs[arm, seed] is None]:
-            one, several = (
-                f"Run {arm}/seed{lost[0]} is",
-                f"Runs {arm}/seed{lost[0]} and {len(lost) - 1} more of this arm are",
-            )
-            deviations.append(f"{one if len(lost) == 1 else several} planned and not finished.")
+            first, more = f"{arm}/seed{lost[0]}", len(lost) - 1
+            which = f"Runs {first} and {more} more of this arm are" if more else f"Run {first} is"
+            deviations.append(f"{which} planned and not finished.")
     for (arm, seed), run in runs.items():
         if run is None:
             continue
@@ -212,10 +208,9 @@ def read_runs(out, plan):
         for name, planned in (("arm", arm), ("seed", seed)):  # a folder that was copied is no run of its own
             if run[name] != planned:
                 lines.append(f"{name}: planned {planned}, now {run[name]}")
-        if run["window_losses"] is not None and abs(run["val_loss"] - np.mean(run["window_losses"])) > 1e-9:
-            lines.append(
-                f"val_loss: {run['val_loss']}, but its window_losses have mean {np.mean(run['window_losses'])}"
-            )
+        loss, losses = run["val_loss"], run["window_losses"]
+        if losses is not None and abs(loss - np.mean(losses)) > 1e-9:
+            lines.append(f"val_loss: {loss}, but its window_losses have mean {np.mean(losses)}")
         if run["torch"] != plan["packages"]["torch"]:
             lines.append(f"torch: planned {plan['packages']['torch']}, now {run['torch']}")
         deviations += [f"Run {arm}/seed{seed} differs from the plan in {line}." for line in lines]
@@ -224,18 +219,11 @@ def read_runs(out, plan):
 
 def unlike(runs):
     """Why the losses of these runs can't be set side by side, or None."""
-    alike = {
-        "dtype": lambda r: r["config"]["dtype"],
-        "compile": lambda r: r["config"]["compile"],
-        "device": lambda r: r["config"]["device"],
-        "block_size": lambda r: r["config"]["block_size"],
-        "validation text": lambda r: r["data"].get("val_sha256"),
-        "number of windows": lambda r: r["data"]["windows"],
-    }
-    for name, get in alike.items():
-        values = sorted({str(get(r)) for r in runs if r})
+    words = {"val_sha256": "validation text", "windows": "number of windows"}
+    for key in ("dtype", "compile", "device", "block_size", *words):
+        values = sorted({str((r["config"] | r["data"]).get(key)) for r in runs if r})
         if len(values) > 1:
-            return f"the two sides differ in {name}: {', '.join(values)}"
+            return f"the two sides differ in {words.get(key, key)}: {', '.join(values)}"
     return None
 
 
@@ -247,25 +235,14 @@ def contrast(plan, runs, a, b, predicted=None):
     tests at alpha / m each (m planned contrasts, Bonferroni), lies within it, outside it (False), or neither (None).
     """
     seeds, reference = plan["seeds"], b in plan["references"]
-    sides = [[runs[arm, seed] for seed in seeds] for arm in ((a,) if reference else (a, b))]
+    arms = (a,) if reference else (a, b)
+    sides = [[runs[arm, seed] for seed in seeds] for arm in arms]
     losses = [[r and r["val_loss"] for r in side] for side in sides]
     against = plan["references"][b] if reference else losses[1]
     result = paired(losses[0], against, plan["margin"], plan["alpha"], len(plan["contrasts"]))
-    result |= {
-        "a": a,
-        "b": b,
-        "predicted": predicted,
-        "ci_predicted": None,
-        "as_predicted": None,
-        "se_seed": None,
-        "se_text": None,
-    }
-    lost = [
-        f"{arm}/seed{s}"
-        for arm in (a, b)
-        for s in seeds
-        if (r := runs.get((arm, s), {})) is None or r.get("status") == "diverged"
-    ]
+    result |= {"a": a, "b": b, "predicted": predicted}
+    result |= dict.fromkeys(("ci_predicted", "as_predicted", "se_seed", "se_text"))
+    lost = [f"{arm}/seed{s}" for arm in arms for s in seeds if (r := runs[arm, s]) is None or r["status"] == "diverged"]
     counted = []  # on what the reference was counted, in the form of a run
     if reference and not lost:
         same = sides[0][0]["config"] | {"block_size": plan["config"]["block_size"]}
@@ -382,11 +359,10 @@ def build(ckpt):
 
 def report_runs(out):
     """Read an experiment -> the contents of report.json."""
-    plan_bytes = (out / "plan.json").read_bytes() if (out / "plan.json").exists() else None
-    if plan_bytes is None:
+    if not (out / "plan.json").exists():
         raise UserError(f"{out}/plan.json not found: name the folder of an experiment that train.py made")
     plan = prepare.read_json(out / "plan.json", *prepare.PLAN)
-    sha = hashlib.sha256(plan_bytes).hexdigest()
+    sha = hashlib.sha256((out / "plan.json").read_bytes()).hexdigest()
     runs, deviations = read_runs(out, plan)
     try:
         old = prepare.read_json(out / "report.json", "plan_sha256", "audit", "arms")
@@ -419,9 +395,7 @@ def report_runs(out):
         "deviations": deviations,
         "plan_sha256": sha,
         "outcome": "final",
-        "alpha": plan["alpha"],
-        "margin": plan["margin"],
-        "references": plan["references"],
+        **{k: plan[k] for k in ("alpha", "margin", "references")},
         "arms": arms,
         "contrasts": contrasts,
         "audit": checked,
@@ -612,11 +586,6 @@ def runs_command(out):
 # heads, statistics: arrays in, plain values out
 
 
-def unit(x):
-    """x / |x| along the last dimension; a zero vector stays zero."""
-    return x / x.norm(dim=-1, keepdim=True).clamp_min(torch.finfo(x.dtype).tiny)
-
-
 def causal_null(y, v, window=None):
     """
     How far head outputs point along the values of *earlier* positions: the cosine that geometry alone gives.
@@ -629,7 +598,7 @@ def causal_null(y, v, window=None):
     """
     if window is not None and window < 2:
         raise ValueError(f"window={window}: a position that sees itself only has no earlier position")
-    y, v = unit(y.double()), unit(v.double())
+    y, v = (torch.nn.functional.normalize(x.double(), dim=-1, eps=1e-300) for x in (y, v))  # zero stays zero
     seen = torch.arange(y.shape[-2], device=y.device)  # n_i
     before = v.cumsum(-2).roll(1, -2)  # (..., T, D): the sum over j < i
     before[..., 0, :] = 0
@@ -810,18 +779,9 @@ def open_model(name, dtype="float32"):
     except Exception:  # there is none: --data may still do
         tokenizer = None
     label = path.resolve().name if path.is_dir() else name
-    known = {
-        "removal": "none",
-        "routing": True,
-        "dataset": None,
-        "eval_tokens": None,
-        "vocab_size": config.vocab_size,
-        "label": label,
-    }
-    known |= {
-        "positions": getattr(config, "max_position_embeddings", None),
-        "out": Path("out/heads") / Path(label).name,
-    }
+    known = {"removal": "none", "routing": True, "dataset": None, "eval_tokens": None, "label": label}
+    known |= {"vocab_size": config.vocab_size, "positions": getattr(config, "max_position_embeddings", None)}
+    known |= {"out": Path("out/heads") / Path(label).name}
     bos = config.bos_token_id if tokenizer is None or tokenizer.bos_token_id is None else tokenizer.bos_token_id
     return model.to(device).eval(), known | {"type": config.model_type, "tokenizer": tokenizer, "bos": bos}
 
@@ -953,8 +913,9 @@ def measuring(found, sees):
 
     def tap(layer, y, v):  # (B, H, T, D), (B, H_kv, T, D)
         H, K = y.shape[1], v.shape[1]
-        a = unit(y.double()).unflatten(1, (K, H // K))  # (B, H_kv, H / H_kv, T, D): head h reads group h // (H / H_kv)
-        b = unit(v.double()).unsqueeze(2)  # (B, H_kv, 1, T, D)
+        a, b = (torch.nn.functional.normalize(x.double(), dim=-1, eps=1e-300) for x in (y, v))
+        a = a.unflatten(1, (K, H // K))  # (B, H_kv, H / H_kv, T, D): head h reads group h // (H / H_kv)
+        b = b.unsqueeze(2)  # (B, H_kv, 1, T, D)
         own = (a * b).sum(-1)[..., 1:].mean(-1).flatten(1)  # position 0 is left out: there y = v
         across = torch.full_like(own, torch.nan)
         if 1 < K < H:
@@ -1321,20 +1282,11 @@ def figures_heads(out, r, x):
     s, means = r["summary"], {k: x[k].mean(0) for k in ("own", "null", "across", "delta")}  # (L, H)
     figure_map(out / "heads_map.png", r, means["own"], means["null"])
     own, null, across, delta = (a.ravel() for a in means.values())
-    panels = [
-        (
-            null,
-            own,
-            "own against null; on the line both are equal",
-            "null (cosine, earlier values)",
-            "own (cosine)",
-            None,
-        )
-    ]
-    if r["summary"]["across"] is not None:
-        panels.append(
-            (across, own, "own group against the others", "across (cosine, other groups)", "own (cosine)", None)
-        )
+    title = "own against null; on the line both are equal"
+    panels = [(null, own, title, "null (cosine, earlier values)", "own (cosine)", None)]
+    if s["across"] is not None:
+        title = "own group against the others"
+        panels.append((across, own, title, "across (cosine, other groups)", "own (cosine)", None))
     figure_scatter(out / "heads_null.png", r, panels)
     effects = np.isfinite(delta).all()
     if effects:
@@ -1388,13 +1340,8 @@ def heads_of(name, out, flags):
     out = known["out"] if out is None else out
     x, n_kv_head = measure(model, w, bos, flags.get("interventions", False), out / "heads.npz")
     T = w.shape[1] - 1 - bos
-    r = {
-        "model": known["label"],
-        "parameters": sum(p.numel() for p in model.parameters()),
-        "dtype": dtype,
-        "text": text,
-    }
-    r |= {"bos": bos, "removal": known["removal"], "routing": known["routing"]}
+    r = {"model": known["label"], "parameters": sum(p.numel() for p in model.parameters()), "dtype": dtype}
+    r |= {"text": text, "bos": bos, "removal": known["removal"], "routing": known["routing"]}
     r |= {"window_length": T, "tokens": len(w) * T} | summarize(x, n_kv_head)
     figures_heads(out, r, x)
     write_csv(out / "heads.csv", [h | {"own_minus_null": h["own"] - h["null"]} for h in r["heads"]])

@@ -281,14 +281,10 @@ def make_plan(config, data):
         commit = subprocess.run(git, capture_output=True, text=True).stdout.strip()
     except OSError:  # a machine without git
         commit = ""
-    losses = data["references"]
+    losses, parts = data["references"], ("arms", "seeds", "contrasts", "alpha", "margin")
     return {
-        "config": {k: v for k, v in vars(config).items() if k not in ("arms", "seeds", "contrasts", "alpha", "margin")},
-        "arms": config.arms,
-        "seeds": config.seeds,
-        "contrasts": config.contrasts,
-        "alpha": config.alpha,
-        "margin": config.margin,
+        "config": {k: v for k, v in vars(config).items() if k not in parts},
+        **{k: getattr(config, k) for k in parts},
         "data": data["record"],
         "source": {name: hashlib.sha256((here / name).read_bytes()).hexdigest() for name in SOURCES},
         "commit": commit or None,
@@ -307,18 +303,8 @@ def bind_plan(out, new, amend):
     out.mkdir(parents=True, exist_ok=True)
     new = json.loads(json.dumps(new))  # as it will be read back: lists for tuples, strings for keys
     with locked(out / "plan.lock", wait=True):
-        if not path.exists():
-            plan = new
-            if any(out.glob("*/seed*/ckpt.pt")):  # a plan that comes after the results plans nothing
-                if amend is None:
-                    raise UserError(f"{out} holds finished runs and no plan.json: choose another --out_dir, or --amend")
-                note = {
-                    "time": new["time"],
-                    "reason": amend,
-                    "changes": ["the plan was written after runs had finished"],
-                }
-                plan = new | {"amendments": [note]}
-        else:
+        plan, lines = new, []
+        if path.exists():
             plan = prepare.read_json(path, *prepare.PLAN)
             lines = differences(plan, new)
             if not lines:
@@ -327,6 +313,11 @@ def bind_plan(out, new, amend):
                 for line in lines:
                     say(line)
                 raise UserError(f"{path} plans another experiment: choose another --out_dir, or say --amend='reason'")
+        elif any(out.glob("*/seed*/ckpt.pt")):  # a plan that comes after the results plans nothing
+            lines = ["the plan was written after runs had finished"]
+            if amend is None:
+                raise UserError(f"{out} holds finished runs and no plan.json: choose another --out_dir, or --amend")
+        if lines:
             note = {"time": new["time"], "reason": amend, "changes": lines}
             plan = new | {"time": plan["time"], "amendments": [*plan["amendments"], note]}
         with whole_file(path) as f:
@@ -521,7 +512,8 @@ def train_run(config, arm, seed, data, record, folder, bar):
         if step % config.eval_interval == 0:
             loss = float(validate().mean())
             row["val_loss"] = finite(loss)
-            plain(f"{arm} seed{seed} step {step}/{config.max_iters}: val {loss:.4f}{pace}")
+            if not TERMINAL:  # there a bar shows it
+                say(f"{arm} seed{seed} step {step}/{config.max_iters}: val {loss:.4f}{pace}")
         start = time.perf_counter()
         for group in optimizer.param_groups:
             group["lr"] = learning_rate(config, step)
@@ -638,12 +630,6 @@ def say(text):
     if RANK == 0:
         tqdm.write(text)
         sys.stdout.flush()
-
-
-def plain(text):
-    """Progress for where there is no terminal to draw a bar on."""
-    if not TERMINAL:
-        say(text)
 
 
 def on_signal(number, frame):
