@@ -554,7 +554,9 @@ def figure_runs(path, report, plan, runs):
                 )
         axis.set_ylim(low, high)
         axis.spines[["top", "right"]].set_visible(False)
-    left.legend(frameon=False, fontsize=8, ncols=1 if len(arms) <= 6 else 2)
+    # many arms: below, where the tick labels of the other side need room anyway
+    below = {} if few else {"loc": "upper left", "bbox_to_anchor": (0, -0.16), "ncols": 3}
+    left.legend(frameon=False, fontsize=8, **below)
     save_figure(fig, path, f"{Path(plan['config']['out_dir']).name}: {report['status']}")
 
 
