@@ -310,7 +310,7 @@ def bench_experiment(rounds):
     with tempfile.TemporaryDirectory() as place:
         config = Path(place) / "few.py"
         config.write_text(f"exec(open({str(HERE / 'config/residual_1m.py')!r}).read())\nseeds = range(1)\n")
-        length = train.read_config(str(config), {}).max_iters
+        planned = train.read_config(str(config), {})
         for processes in (2, 1):
             call = [sys.executable, str(HERE / "train.py"), str(config), f"--dataset={DATA}", "--max_iters=200"]
             call += [f"--out_dir={place}/{processes}", "--log_interval=1"]
@@ -327,9 +327,10 @@ def bench_experiment(rounds):
     window_losses(model, w)
     evaluation = statistics.median(seconds(lambda: window_losses(model, w)) for _ in range(rounds))
     rest = wall - sum(times) - evaluation * sum("val_loss" in r for r in rows)
-    spent = sum(times) * length / 200 + evaluation * 4 * (length // 250 + 1)
+    evaluations = len(planned.arms) * (planned.max_iters // planned.eval_interval + 1)
+    spent = sum(times) * planned.max_iters / 200 + evaluation * evaluations
     text = f"{1 + rest / spent:.3f}  ({rest + spent:.0f} s : {spent:.0f} s)"
-    row(f"experiment of four 1M runs, {length} steps", "its training steps and evaluations", "≤ 1.05", text)
+    row(f"experiment of four 1M runs, {planned.max_iters} steps", "its training steps and evaluations", "≤ 1.05", text)
     text = f"{rates[0] / rates[1]:.2f}  ({rates[0]:,.0f} : {rates[1]:,.0f} tokens/s)"
     row("two processes of one thread", "one process of two threads, 1M", "", text)
 

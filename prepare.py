@@ -180,7 +180,7 @@ def read_json(path, *needed):
 
 
 BINDING = ("config", "arms", "seeds", "contrasts", "alpha", "margin", "data", "source")  # parts of a plan
-PLAN = (*BINDING, "commit", "amendments", "packages", "references", "reference_windows", "time")  # and the rest
+PLAN = (*BINDING, "commit", "amendments", "packages", "references", "reference_windows", "time")  # all of its parts
 NOT_BINDING = ("out_dir", "log_interval", "checkpoint_interval", "wandb_log", "wandb_project")  # they can't move a bit
 
 

@@ -421,11 +421,9 @@ def digest(value, sha=None):
 
 def save_state(folder, state):
     """state.pt, from which a run resumes to the bit, and log.jsonl up to the same step."""
-    if (folder / "ckpt.pt").exists():
-        raise UserError(f"{folder} has a ckpt.pt already")
     with whole_file(folder / "state.pt", "wb") as f:
         torch.save(state | {"digest": digest(state)}, f)
-    if (folder / "ckpt.pt").exists():  # it came while we wrote, where locks do not work
+    if (folder / "ckpt.pt").exists():  # another process finished this run, where locks do not work
         (folder / "state.pt").unlink(missing_ok=True)
         raise UserError(f"{folder} has a ckpt.pt already")
     write_log(folder, state["rows"])

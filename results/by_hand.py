@@ -3,7 +3,8 @@ One run of residual_1m or routing_1m without a line of the project: own tokens, 
 
     python results/by_hand.py input.txt FullResidual 0 500     text, arm, seed, steps of the 2,000 to take
 
-Prints the validation loss every 250 steps, to be compared with val_loss in results/routing_1m/ARM/seedK/log.jsonl.
+Prints the validation loss every 250 steps, to be compared with val_loss in results/routing_1m/ARM/seedK/log.jsonl, and
+how large the gradient is in each layer at the end.
 Only the recipe of the random streams is the same: a generator seeded by a hash of (seed, purpose, name).
 """
 
@@ -78,6 +79,10 @@ for step in range(last + 1):
     starts = torch.randint(len(train) - T, (B,), generator=stream(seed, "batch", step)).tolist()
     x, y = (torch.stack([train[i + d : i + d + T] for i in starts]) for d in (0, 1))
     grads = torch.autograd.grad(losses(x, y).mean(), list(P.values()))
+    if step == last:
+        norms = [float(g.norm()) for k, g in zip(P, grads, strict=True) if k[1] == "qkv"]
+        print("norm of the gradient of each layer's attention weights:", *(f"{x:.1e}" for x in norms))
+        break
     size = math.sqrt(sum(float((g.double() ** 2).sum()) for g in grads))
     lr = 1e-3 * (step + 1) / 101
     if step >= 100:
