@@ -472,7 +472,8 @@ def markdown(report, plan, name):
         text += "\nPlanned contrasts, paired over seeds, first minus second:\n\n"
         columns = ["contrast", "mean", "ci95", "p", "p_holm", "p_signflip", "dz", "verdict"]
         text += table(columns + ["predicted"] * foretold, rows) + "\n"
-        text += f"\nhigher or lower: p_holm < {report['alpha']:g}. equivalent: ci90 within ± {report['margin']:g} nats."
+        text += f"\nhigher or lower: p_holm < {report['alpha']:g}. equivalent, uncorrected: ci90 within"
+        text += f" ± {report['margin']:g} nats."
         if foretold:
             text += f" as predicted, not: two one-sided tests at {report['alpha']:g} / {len(cs)} each."
         text += "\n\n"
@@ -574,7 +575,8 @@ def runs_command(out):
     out = Path(out)
     report, plan, runs = report_runs(out)
     text = markdown(report, plan, Path(plan["config"]["out_dir"]).name)
-    if heads := {str(p.parent.relative_to(out)): prepare.read_json(p) for p in sorted(out.rglob("heads.json"))}:
+    found = sorted(out.rglob("heads.json"))
+    if heads := {str(p.parent.relative_to(out)): prepare.read_json(p, "model", "summary") for p in found}:
         removals = {arm: (plan["config"] | flags)["removal"] for arm, flags in plan["arms"].items()}
         text += "\n" + "\n".join(three_checks(report, heads, removals)) + "\n"
     with whole_file(out / "report.json") as f:
@@ -830,7 +832,7 @@ def encode(text, known):
         return known["tokenizer"](text, add_special_tokens=False, verbose=False)["input_ids"]
     if known["dataset"] is None:
         raise UserError(f"{known['label']} comes without a tokenizer, so --text can't be read: use --data=NAME")
-    meta = prepare.read_json(Path("data") / known["dataset"] / "meta.json")
+    meta = own_meta(known)
     if meta["tokenizer"] == "gpt2":
         return prepare.gpt2().encode_ordinary(text)
     ids = {c: i for i, c in enumerate(meta["characters"])}
@@ -839,12 +841,21 @@ def encode(text, known):
     return [ids[c] for c in text]
 
 
+def own_meta(known):
+    """meta.json of the text that a run was trained on."""
+    folder = Path("data") / known["dataset"]
+    meta = prepare.read_json(folder / "meta.json", "sha256", "tokenizer")
+    if meta["sha256"]["val"] != known["data"].get("val_sha256"):
+        raise UserError(f"{folder} is not the text that {known['label']} was trained on: prepare it as it was then")
+    return meta
+
+
 def fits(known, folder, meta):
     """Raises UserError if the tokens of a prepared folder mean something else to the model."""
     bad = f"the tokens of {folder} are not those of {known['label']}"
     if known["dataset"] is not None:  # ours: the text it was trained on, or at least the same vocabulary
         if meta["sha256"]["val"] != known["data"].get("val_sha256"):
-            own = prepare.read_json(Path("data") / known["dataset"] / "meta.json")
+            own = own_meta(known)
             if any(own.get(k) != meta.get(k) for k in ("tokenizer", "characters")):
                 raise UserError(f"{bad}, which has the vocabulary of data/{known['dataset']}: prepare it with that")
     elif meta["tokenizer"] not in ("gpt2", None):  # None: a folder of nanoGPT, which does not say
@@ -963,7 +974,7 @@ def first_look(model, w):
         token_losses(model, w[:, :3])
     else:
         window = getattr(model.config.get_text_config(), "sliding_window", None) or 0
-        w = w[:, : max(256, 2 * window) + 1]  # enough for every mask to matter
+        w = w[:, : max(64, 2 * window) + 1]  # enough for every mask to matter
         kind, tolerance = model.config.model_type, 1e-4 if model.dtype in (torch.float32, torch.float64) else 0.05
         model.calls = [0] * L
         try:
@@ -1229,9 +1240,10 @@ def three_checks(report, heads, removals=None):
     for c in tested:
         found = verdict(c, report["alpha"])
         better, worse = ("lower", "higher") if removals[c["a"]] == "self" else ("higher", "lower")
-        said = {better: "The gain is that direction's own", worse: "That direction does worse than the control"}
-        said["not computed"] = f"Not tested: {c['reason']}"
-        said = said.get(found.split(",")[0], "No gain of that direction over the control is shown")
+        does = {better: "does better than", worse: "does worse than"}.get(found.split(",")[0], "is not told apart from")
+        control = {"fixed": "a fixed direction", "rotated": "another direction that depends on the token"}
+        other = next(control[r] for arm in (c["a"], c["b"]) if (r := removals[arm]) in control)
+        said = f"Not tested: {c['reason']}" if c["reason"] else f"Removing the own value {does} removing {other}"
         lines.append(
             f"- Direction specificity: {c['a']} − {c['b']} {number(c['mean'], '+.4f')}{between(c['ci95'], '+.4f')}"
             f" nats, p_holm {number(c['p_holm'], '.2g')}, {found}. {said} ([figure](report.png))."

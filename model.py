@@ -253,8 +253,9 @@ class GPT(nn.Module):
 
         try:
             c = AutoConfig.from_pretrained(name)
-        except (OSError, ValueError) as e:
-            raise ValueError(f"pretrained model {name!r} can't be read: {str(e).strip().splitlines()[0]}") from None
+        except Exception as e:  # a damaged file can raise anything in its reader
+            why = (str(e).strip() or type(e).__name__).splitlines()[0]
+            raise ValueError(f"pretrained model {name!r} can't be read: {why}") from None
         if c.model_type != "gpt2":
             raise ValueError(f"pretrained model {name!r} is a {c.model_type}, not a gpt2")
         needed = {

@@ -260,7 +260,9 @@ def windows(tokens, block_size, max_tokens=None):
     """
     targets = len(tokens) - 1 if max_tokens is None else min(len(tokens) - 1, max_tokens)
     if targets < block_size:
-        raise UserError(f"{targets + 1} validation tokens are too few for one window of {block_size} + 1")
+        more = "raise eval_tokens" if len(tokens) > block_size else "prepare a longer text"
+        what = f"{targets + 1} validation tokens are too few for one window of {block_size} + 1"
+        raise UserError(f"{what}: set a smaller block_size, or {more}")
     return np.lib.stride_tricks.sliding_window_view(tokens, block_size + 1)[: targets - block_size + 1 : block_size]
 
 

@@ -49,6 +49,8 @@ import prepare
 from model import GPT, GPTConfig, hash_seed, stream, window_losses
 from prepare import UserError, differences, nearest, typed, whole_file
 
+COMPILER = os.environ.get("CXX", "clang++" if sys.platform == "darwin" else "g++")  # torch.compile's choice
+
 
 @dataclass
 class Config(GPTConfig):
@@ -313,10 +315,10 @@ def bind_plan(out, new, amend):
                 for line in lines:
                     say(line)
                 raise UserError(f"{path} plans another experiment: choose another --out_dir, or say --amend='reason'")
-        elif any(out.glob("*/seed*/ckpt.pt")):  # a plan that comes after the results plans nothing
-            lines = ["the plan was written after runs had finished"]
+        elif any(out.glob("*/seed*/log.jsonl")):  # a plan that comes after the results plans nothing
+            lines = ["the plan was written after runs had begun"]
             if amend is None:
-                raise UserError(f"{out} holds finished runs and no plan.json: choose another --out_dir, or --amend")
+                raise UserError(f"{out} holds runs and no plan.json: choose another --out_dir, or --amend='reason'")
         if lines:
             note = {"time": new["time"], "reason": amend, "changes": lines}
             plan = new | {"time": plan["time"], "amendments": [*plan["amendments"], note]}
@@ -660,8 +662,8 @@ def choose(config):
         fast = config.device == "cpu" and wide and onednn and torch.ops.mkldnn._is_mkldnn_bf16_supported()
         config.dtype = "bfloat16" if fast or config.device == "cuda" else "float32"
     if config.compile == "auto":
-        worth = wide and config.max_iters >= 200 and shutil.which(os.environ.get("CXX", "c++")) is not None
-        config.compile = config.device == "cuda" or config.device == "cpu" and worth
+        worth = config.device == "cuda" or config.device == "cpu" and wide and config.max_iters >= 200
+        config.compile = worth and shutil.which(COMPILER) is not None
 
 
 def prepare_machine(config):
@@ -669,6 +671,8 @@ def prepare_machine(config):
     choose(config)
     if not {"cpu": True, "cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available()}[config.device]:
         raise UserError(f"device={config.device}: there is none on this machine")
+    if config.compile and shutil.which(COMPILER) is None:
+        raise UserError(f"compile=True needs a C++ compiler ({COMPILER}), and there is none: say --compile=False")
     if config.wandb_log:
         try:
             from wandb import init  # noqa: F401  (a folder wandb/ of offline runs passes for a package, but has none)
@@ -718,7 +722,7 @@ def open_data(config):
         if config.init_from != "scratch":
             start = first_model(config, next(iter(config.arms)), 0)
             record["init_from_sha256"] = digest(dict(start.named_parameters()))
-        data["references"] = prepare.reference_losses(train, windows, config.vocab_size)
+        data["references"] = prepare.reference_losses(train, windows, min(config.vocab_size, meta["vocab_size"]))
         for contrast in config.contrasts:
             if contrast[1] == "bigram" and data["references"]["bigram"] is None:
                 raise UserError(f"contrast {contrast}: bigram counts need a vocabulary of at most 1,024 tokens")
@@ -728,7 +732,7 @@ def open_data(config):
 
 def main(argv):
     known = {k: v for k, v in TYPES.items() if k != "contrasts"}
-    known |= {"arms": str, "seeds": str, "amend": str, "plan": bool, "help": bool}
+    known |= {"arms": str, "seeds": str, "amend": str, "plan": bool, "help": bool, "gradient_accumulation_steps": int}
     configs, flags = prepare.parse(argv, known)
     if flags.pop("help", False):
         print(__doc__.strip())
@@ -797,6 +801,8 @@ def experiment(argv):
         main(argv)
     except Stopped:
         status = 128 + (STOP["signal"] or signal.SIGTERM)
+    except torch.OutOfMemoryError:
+        raise UserError("the GPU is out of memory: set a smaller micro_batch_size, the losses stay") from None
     if dist.is_initialized():
         gc.collect()  # DDP's hooks are in cycles that would keep the process group, and its threads, until exit
         dist.barrier()

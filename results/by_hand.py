@@ -1,10 +1,11 @@
 """
-One run of residual_1m or routing_1m without a line of the project: own tokens, layers, attention, AdamW and validation.
+One run of residual_1m, routing_1m, or of arm self of self_value_1m, without a line of the project: own tokens, layers,
+attention, AdamW and validation.
 
     python results/by_hand.py input.txt FullResidual 0 500     text, arm, seed, steps of the 2,000 to take
 
-Prints the validation loss every 250 steps, to be compared with val_loss in results/routing_1m/ARM/seedK/log.jsonl, and
-how large the gradient is in each layer at the end.
+Prints the validation loss every 250 steps, to be compared with val_loss in results/EXPERIMENT/ARM/seedK/log.jsonl,
+and how large the gradient is in each layer at the end.
 Only the recipe of the random streams is the same: a generator seeded by a hash of (seed, purpose, name).
 """
 
@@ -45,8 +46,8 @@ if arm.endswith("+NoRouting"):
     bias = torch.full((T, T), -math.inf).fill_diagonal_(0)
 if arm.endswith("+SelfBias"):
     bias = bias + 4 * torch.eye(T)
-keep_attention = arm.startswith(("FullResidual", "AttnOnly"))
-keep_ffn = arm.startswith(("FullResidual", "FFNOnly"))
+keep_attention = arm.startswith(("FullResidual", "AttnOnly", "self"))
+keep_ffn = arm.startswith(("FullResidual", "FFNOnly", "self"))
 
 
 def norm(x, gain):
@@ -59,7 +60,10 @@ def losses(x, y):  # (B, T), (B, T) -> (B, T)
     for i in range(L):
         q, k, v = (norm(h, P[i, "ln_1"]) @ P[i, "qkv"].T).view(len(x), T, 3, H, D).permute(2, 0, 3, 1, 4)
         weights = torch.softmax(q @ k.transpose(2, 3) / math.sqrt(D) + bias, -1)  # (B, H, T, T)
-        a = (weights @ v).transpose(1, 2).reshape(len(x), T, C) @ P[i, "out"].T
+        a = weights @ v  # (B, H, T, D)
+        if arm == "self":  # without the part along the position's own value
+            a = a - (a * v).sum(-1, keepdim=True) / (v * v).sum(-1, keepdim=True) * v
+        a = a.transpose(1, 2).reshape(len(x), T, C) @ P[i, "out"].T
         h = h + a if keep_attention else a
         u = norm(h, P[i, "ln_2"]) @ P[i, "up"].T
         u = 0.5 * u * (1 + torch.tanh(math.sqrt(2 / math.pi) * (u + 0.044715 * u**3)))

@@ -455,7 +455,9 @@ def test_an_attention_that_does_something_else_is_noticed(saved, monkeypatch):
 def checkpoint(folder, model, **more):
     """What train.py leaves in a run folder, as far as analysis needs it."""
     config = vars(model.config) | {"dataset": "tiny", "out_dir": "out/x"}
-    ckpt = {"model": model.state_dict(), "config": config, "arm": "FullResidual", "seed": 0, "step": 1, "data": {}}
+    meta = Path("data/tiny/meta.json")
+    data = {"val_sha256": json.loads(meta.read_text())["sha256"]["val"]} if meta.exists() else {}
+    ckpt = {"model": model.state_dict(), "config": config, "arm": "FullResidual", "seed": 0, "step": 1, "data": data}
     ckpt |= {"status": "finished", "window_losses": torch.zeros(1), "training_path_loss": 0.0, "val_history": []} | more
     folder.mkdir(parents=True)
     torch.save(ckpt, folder / "ckpt.pt")
@@ -718,6 +720,16 @@ def test_bad_input_is_one_line(argv, words, work, saved):
     assert not list(work.rglob("heads.json")) and not list(work.rglob("*.tmp"))
 
 
+def test_data_prepared_anew_is_not_what_the_run_was_trained_on(work):
+    import prepare
+
+    Path("other.txt").write_text(Path("tiny.txt").read_text()[::-1])
+    prepare.main(["other.txt", "--out=data/tiny"])  # the same number of characters, in another order
+    for text in ([], ["--text=tiny.txt"]):
+        with pytest.raises(UserError, match="data/tiny is not the text that FullResidual/seed0 was trained on"):
+            analyze.main(["heads", "run", *text])
+
+
 def test_an_error_leaves_the_command_with_one_line_and_status_2(work):
     done = subprocess.run([sys.executable, ROOT / "analyze.py", "heads", "nowhere.pt"], capture_output=True, text=True)
     assert done.returncode == 2 and done.stderr.startswith("error: model 'nowhere.pt' is no run folder or file")
@@ -756,10 +768,13 @@ def test_three_checks_say_every_number_and_hide_none():
     ):
         assert part in text
     assert "self − baseline" not in text and "self/seed0/heads/heads_map.png" in text
-    assert "The gain is that direction's own" in text
+    assert "Removing the own value does better than removing another direction that depends on the token (" in text
     turned = {"a": "rotated", "b": "self"} | c | {"mean": 0.004, "ci95": [0.002, 0.006]}
     text = "\n".join(analyze.three_checks(report | {"contrasts": [turned]}, heads))
-    assert "rotated − self +0.0040" in text and "The gain is that direction's own" in text
+    assert "rotated − self +0.0040" in text and "does better than removing another" in text
+    unclear = {"a": "self", "b": "fixed"} | c | {"p_holm": 0.3}
+    text = "\n".join(analyze.three_checks(report | {"contrasts": [unclear], "arms": {"self": 0, "fixed": 0}}, heads))
+    assert "Removing the own value is not told apart from removing a fixed direction (" in text
     c = dict.fromkeys(c) | {"a": "self", "b": "rotated", "reason": "one pair has no spread"}
     text = "\n".join(analyze.three_checks(report | {"contrasts": [c]}, heads))
     assert "Not tested: one pair has no spread" in text

@@ -100,6 +100,9 @@ def test_pretrained_models_that_would_be_wrong_are_refused(tmp_path):
     weights.write_bytes(weights.read_bytes()[:1000])
     with pytest.raises(ValueError, match="can't be read"):
         GPT.from_pretrained(str(tmp_path))
+    config.write_text(config.read_text().replace('"n_layer": 2', '"n_layer": "two"'))
+    with pytest.raises(ValueError, match="can't be read"):
+        GPT.pretrained_shape(str(tmp_path))
 
 
 def slow_attention(q, k, v, self_bias=0.0, routing=True):

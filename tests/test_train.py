@@ -403,6 +403,8 @@ BAD = [
     (["--device"], "--device needs a value"),
     (["--batch_size=8", "--micro_batch_size=3"], "micro_batch_size=3 does not divide the 8 sequences"),
     (["--block_size=2000"], "validation tokens are too few for one window of 2000"),
+    (["--eval_tokens=10"], "set a smaller block_size, or raise eval_tokens"),
+    (["--gradient_accumulation_steps=5"], "set batch_size to the product of the two"),
     (["--block_size=200000"], "too few for block_size=200000"),
     (["--arms=Ful"], "did you mean Full?"),
     (["--seeds=0-9"], "names 2, which is no seed"),
@@ -572,11 +574,26 @@ def test_the_state_of_another_seed_is_not_resumed(place, capsys):
     assert "belongs to another run" in capsys.readouterr().out
 
 
+def test_references_do_not_depend_on_the_padding_of_the_vocabulary(place):
+    run("--plan")
+    run("--plan", "--vocab_size=128", "--out_dir=out/wide")
+    plain, wide = (json.loads(Path(f"out/{name}/plan.json").read_text()) for name in ("toy", "wide"))
+    assert wide["config"]["vocab_size"] == 128 and wide["references"] == plain["references"]
+
+
+def test_compile_without_a_compiler_is_refused_before_anything_is_written(place, monkeypatch):
+    monkeypatch.setattr(train, "COMPILER", "no-such-compiler")
+    with pytest.raises(UserError, match=r"needs a C\+\+ compiler \(no-such-compiler\)"):
+        run("--compile=True")
+    assert not Path("out").exists()
+    run("--n_embd=256", "--max_iters=200", "--plan")  # and auto does without
+
+
 def test_a_plan_after_the_runs_is_no_plan(place):
     run("--seeds=0", "--arms=Full")
     Path("out/toy/plan.json").unlink()
-    with pytest.raises(UserError, match="holds finished runs and no plan.json"):
+    with pytest.raises(UserError, match="holds runs and no plan.json"):
         run("--margin=0.5")
     run("--margin=0.5", "--plan", "--amend=lost the file")
     (note,) = json.loads(Path("out/toy/plan.json").read_text())["amendments"]
-    assert note["changes"] == ["the plan was written after runs had finished"]
+    assert note["changes"] == ["the plan was written after runs had begun"]
