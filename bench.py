@@ -128,12 +128,12 @@ def their_step(shape, batch, steps=1):
 def bench_steps(rounds):
     goals = {"1M": "≥ 1.3", "10M": "≥ 1.8", "124M": "≥ 2.0"}
     for name, (shape, batch) in SHAPES.items():
-        steps = 20 if name == "1M" else 1
+        steps, more = (10, 3) if name == "1M" else (1, 1)  # short, so it takes more rounds to tell
         ours = our_step(shape, batch, steps)
         against = f"transformers GPT-2, float32 : {ours.says}"
         ratio(f"training step, {name}, {batch} x {shape['block_size']}", against, goals[name],
-              in_turn([their_step(shape, batch, steps), ours], rounds))  # fmt: skip
-        if name == "10M":
+              in_turn([their_step(shape, batch, steps), ours], rounds * more))  # fmt: skip
+        if name == "10M" and rounds > 2:
             share(ours, shape, batch, rounds)
 
 
@@ -163,7 +163,7 @@ def bench_removal(rounds):
         torch.compiler.reset()  # after 8 variants of a function torch goes on without compiling
         shape, batch = SHAPES[name]
         sides = [our_step(shape, min(batch, 16), compile=compiled, removal=r) for r in ("none", *removals)]
-        times = in_turn(sides, rounds if name == "124M" else rounds + 2)
+        times = in_turn(sides, rounds if name == "124M" else rounds + 1)
         for i, removal in enumerate(removals, 1):
             middle, least, most = (f"{x - 1:+.1%}" for x in spread(times, i, 0))
             goal = "≤ +3%" if compiled else ""
@@ -275,7 +275,7 @@ def bench_interventions(rounds):
     """
     All 144 of one window, from 24: as much lies below layers 4 and 7, together, as below all on average. What does not
     grow with their number (the checks, the first pass) is counted once. Full passes cost the same for every head, so
-    theirs is from 8.
+    theirs is from 6.
     """
     import analyze
 
@@ -283,7 +283,7 @@ def bench_interventions(rounds):
     w = windows(1)
 
     def passes():
-        for head in range(8):
+        for head in range(6):
             model.tap = analyze.removing({4: [[head]]})
             analyze.token_losses(model, w)
 
@@ -292,7 +292,7 @@ def bench_interventions(rounds):
     model.tap = analyze.removing({layer: [list(range(12))] for layer in range(12)})
     once += seconds(lambda: analyze.token_losses(model, w))  # delta_all, which is taken with any layer
     ours = once + 6 * (seconds(lambda: analyze.measure(model, w, interventions=True, layers=[4, 7])) - once)
-    theirs = 18 * seconds(passes)
+    theirs = 24 * seconds(passes)
     text = f"{ours / theirs:.2f}  ({ours:.0f} s : {theirs:.0f} s)"
     row("all 144 interventions, GPT-2, 1 x 1024", "full forward passes with a hook", "≤ 0.8", text)
 
@@ -301,7 +301,7 @@ def bench_experiment(rounds):
     """
     Wall time of four 1M runs over the sum of their steps and evaluations; and two processes beside one.
 
-    What is neither step nor evaluation does not grow with the length of a run, so it is measured in runs of 200 steps,
+    What is neither step nor evaluation does not grow with the length of a run, so it is measured in runs of 120 steps,
     which take less time, and set against those of the config.
     """
     shape, batch = SHAPES["1M"]
@@ -312,7 +312,7 @@ def bench_experiment(rounds):
         config.write_text(f"exec(open({str(HERE / 'config/residual_1m.py')!r}).read())\nseeds = range(1)\n")
         planned = train.read_config(str(config), {})
         for processes in (2, 1):
-            call = [sys.executable, str(HERE / "train.py"), str(config), f"--dataset={DATA}", "--max_iters=200"]
+            call = [sys.executable, str(HERE / "train.py"), str(config), f"--dataset={DATA}", "--max_iters=120"]
             call += [f"--out_dir={place}/{processes}", "--log_interval=1"]
             threads = os.environ | {"OMP_NUM_THREADS": str(torch.get_num_threads() // processes)}
             start = time.perf_counter()
@@ -328,7 +328,7 @@ def bench_experiment(rounds):
     evaluation = statistics.median(seconds(lambda: window_losses(model, w)) for _ in range(rounds))
     rest = wall - sum(times) - evaluation * sum("val_loss" in r for r in rows)
     evaluations = len(planned.arms) * (planned.max_iters // planned.eval_interval + 1)
-    spent = sum(times) * planned.max_iters / 200 + evaluation * evaluations
+    spent = sum(times) * planned.max_iters / 120 + evaluation * evaluations
     text = f"{1 + rest / spent:.3f}  ({rest + spent:.0f} s : {spent:.0f} s)"
     row(f"experiment of four 1M runs, {planned.max_iters} steps", "its training steps and evaluations", "≤ 1.05", text)
     text = f"{rates[0] / rates[1]:.2f}  ({rates[0]:,.0f} : {rates[1]:,.0f} tokens/s)"
@@ -336,7 +336,7 @@ def bench_experiment(rounds):
 
 
 def bench_prepare(rounds):
-    """About 150 MB, 50 MB of Python sources three times, as a .jsonl file; our side is the whole command."""
+    """About 100 MB, 50 MB of Python sources twice, as a .jsonl file; our side is the whole command."""
     measure, against = "prepare, GPT-2 encoding, 2 workers", "bare encode_ordinary_batch, 2 threads"
     try:
         encoding = prepare.gpt2()
@@ -348,7 +348,7 @@ def bench_prepare(rounds):
         texts.append(path.read_text(encoding="utf-8", errors="replace"))
         if (size := size + len(texts[-1])) > 50e6:
             break
-    texts, size = 3 * texts, 3 * size
+    texts, size = 2 * texts, 2 * size
     with tempfile.TemporaryDirectory() as place:
         source = Path(place) / "text.jsonl"
         source.write_text("\n".join(json.dumps({"text": t}) for t in texts))
