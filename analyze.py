@@ -163,20 +163,25 @@ PATH_TOLERANCE = {"float32": 1e-5, "bfloat16": 5e-3}  # of the training path: co
 RECORD = ("arm", "seed", "status", "iter", "val_loss", "window_losses", "config", "data", "source", "torch")
 
 
+def no_number(name):
+    raise ValueError(f"{name} is no number")
+
+
 def last_row(folder):
     """The record that ends a finished run's log.jsonl, or None."""
     try:
         lines = (folder / "log.jsonl").read_text(encoding="utf-8").splitlines()
-        rows = [json.loads(line) for line in lines]
+        rows = [json.loads(line, parse_constant=no_number) for line in lines]
         if strange := [n for n, row in enumerate(rows, 1) if not isinstance(row, dict) or "iter" not in row]:
             raise ValueError(f"line {strange[0]} is no row")
         if not rows or "status" not in rows[-1]:
             return None
         if missing := [k for k in RECORD if k not in rows[-1]]:
             raise ValueError(f"its last row holds no {missing[0]}")
-        loss, losses = rows[-1]["val_loss"], rows[-1]["window_losses"]
-        if rows[-1]["status"] == "finished" and not (isinstance(loss, float) and isinstance(losses, list)):
-            raise ValueError("its last row is that of a finished run and holds no losses")
+        status, loss, losses = (rows[-1][k] for k in ("status", "val_loss", "window_losses"))
+        numbers = isinstance(losses, list) and losses and all(isinstance(x, float) for x in [loss, *losses])
+        if not (status == "finished" and numbers or status == "diverged" and loss is losses is None):
+            raise ValueError(f"its last row is that of a {status} run and does not hold the losses of one")
     except FileNotFoundError:
         return None
     except ValueError as e:
@@ -248,7 +253,8 @@ def contrast(plan, runs, a, b, predicted=None):
         same = sides[0][0]["config"] | {"block_size": plan["config"]["block_size"]}
         counted = [sides[0][0] | {"config": same, "data": plan["data"]}]
     if lost:
-        result["reason"] = f"{', '.join(lost)} missing or diverged, and the rest alone would be another sample"
+        which = f"{lost[0]} and {len(lost) - 1} more are" if len(lost) > 1 else f"{lost[0]} is"
+        result["reason"] = f"{which} missing or diverged, and the rest alone would be another sample"
     elif reason := unlike([r for side in sides for r in side] + counted):
         result = dict.fromkeys(result) | {k: result[k] for k in ("a", "b", "n", "predicted")} | {"reason": reason}
     else:
@@ -433,6 +439,7 @@ def prediction(c):
     low, high = c["predicted"]
     ends = f"< {high:g}" if low is None else f"> {low:g}" if high is None else f"{low:g} .. {high:g}"
     came = {True: "as predicted", False: "not", None: "undecided"}[c["as_predicted"]]
+    came = "not computed" if c["reason"] else came
     return f"{ends}: {came}"
 
 
@@ -475,7 +482,7 @@ def markdown(report, plan, name):
         text += f"\nhigher or lower: p_holm < {report['alpha']:g}. equivalent, uncorrected: ci90 within"
         text += f" ± {report['margin']:g} nats."
         if foretold:
-            text += f" as predicted, not: two one-sided tests at {report['alpha']:g} / {len(cs)} each."
+            text += f" as predicted, not: a one-sided test at {report['alpha']:g} / {len(cs)} for each end."
         text += "\n\n"
         rows = [[
             f"{c['a']} − {c['b']}",
@@ -577,8 +584,11 @@ def runs_command(out):
     text = markdown(report, plan, Path(plan["config"]["out_dir"]).name)
     found = sorted(out.rglob("heads.json"))
     if heads := {str(p.parent.relative_to(out)): prepare.read_json(p, "model", "summary") for p in found}:
-        removals = {arm: (plan["config"] | flags)["removal"] for arm, flags in plan["arms"].items()}
-        text += "\n" + "\n".join(three_checks(report, heads, removals)) + "\n"
+        final = {f"{arm}/seed{seed}": run and run["val_loss"] for (arm, seed), run in runs.items()}
+        if stale := [f for f, r in heads.items() if r["model"] in final and r.get("val_loss") != final[r["model"]]]:
+            raise UserError(f"{out}/{stale[0]}/heads.json is not of the run as it is now: measure again, or delete it")
+        arms = {arm: plan["config"] | flags for arm, flags in plan["arms"].items()}
+        text += "\n" + "\n".join(three_checks(report, heads, arms)) + "\n"
     with whole_file(out / "report.json") as f:
         json.dump(report, f, indent=1, allow_nan=False)
     with whole_file(out / "report.md") as f:
@@ -743,7 +753,7 @@ def open_model(name, dtype="float32"):
         model, c = build(ckpt), ckpt["config"]
         model.stack, model.sees = list(model.h), [None] * len(model.h)
         known = {k: c[k] for k in ("removal", "routing", "dataset", "vocab_size")} | {"positions": c["block_size"]}
-        known |= {"eval_tokens": c.get("eval_tokens")}
+        known |= {"eval_tokens": c.get("eval_tokens"), "val_loss": float(ckpt["window_losses"].mean())}
         known |= {"label": f"{ckpt['arm']}/seed{ckpt['seed']}", "out": path.parent / "heads", "data": ckpt["data"]}
         return model.to(device, getattr(torch, dtype)), known | {"tokenizer": None, "bos": None}
     if path.is_dir() and not (path / "config.json").is_file():
@@ -785,7 +795,7 @@ def open_model(name, dtype="float32"):
     except Exception:  # there is none: --data may still do
         tokenizer = None
     label = path.resolve().name if path.is_dir() else name
-    known = {"removal": "none", "routing": True, "dataset": None, "eval_tokens": None, "label": label}
+    known = {"removal": "none", "routing": True, "dataset": None, "eval_tokens": None, "val_loss": None, "label": label}
     known |= {"vocab_size": config.vocab_size, "positions": getattr(config, "max_position_embeddings", None)}
     known |= {"out": Path("out/heads") / Path(label).name}
     bos = config.bos_token_id if tokenizer is None or tokenizer.bos_token_id is None else tokenizer.bos_token_id
@@ -835,6 +845,8 @@ def encode(text, known):
     meta = own_meta(known)
     if meta["tokenizer"] == "gpt2":
         return prepare.gpt2().encode_ordinary(text)
+    if "characters" not in meta:
+        raise UserError(f"data/{known['dataset']}/meta.json does not say what its tokens are: use --data=NAME")
     ids = {c: i for i, c in enumerate(meta["characters"])}
     if strange := sorted(set(text) - set(ids)):
         raise UserError(f"the text holds {strange[0]!r}, which is no character of data/{known['dataset']}: take it out")
@@ -845,7 +857,7 @@ def own_meta(known):
     """meta.json of the text that a run was trained on."""
     folder = Path("data") / known["dataset"]
     meta = prepare.read_json(folder / "meta.json", "sha256", "tokenizer")
-    if meta["sha256"]["val"] != known["data"].get("val_sha256"):
+    if meta["sha256"].get("val") != known["data"].get("val_sha256"):
         raise UserError(f"{folder} is not the text that {known['label']} was trained on: prepare it as it was then")
     return meta
 
@@ -1211,12 +1223,13 @@ def markdown_heads(r):
     return "\n\n".join(lines) + "\n"
 
 
-def three_checks(report, heads, removals=None):
+def three_checks(report, heads, arms=None):
     """
     Study B's three checks as one verdict: lines of Markdown.
 
-    report: report.json of an experiment. heads: {folder: heads.json} of models measured beside it. removals: {arm:
-    direction that it removes}; by default an arm is called by it. A number that is missing is said to be missing.
+    report: report.json of an experiment. heads: {folder: heads.json} of models measured beside it. arms: {arm: config};
+    by default an arm is called by the direction that it removes. A control differs from self in that direction alone.
+    A number that is missing is said to be missing.
     """
     lines = ["## Three checks", ""]
     for folder, r in heads.items():
@@ -1233,23 +1246,26 @@ def three_checks(report, heads, removals=None):
             f" {number(s['own_minus_null'], '+.3f')}{between(ci, '+.3f')}. Alignment with the own value is {side} what"
             f" earlier positions give ([figure]({folder}/heads_map.png))."
         )
-    removals = removals or {arm: arm for arm in report["arms"]}
-    kinds = [(removals.get(c["a"]), removals.get(c["b"])) for c in report["contrasts"]]
-    controlled = ({"self", "fixed"}, {"self", "rotated"})
-    tested = [c for c, k in zip(report["contrasts"], kinds, strict=True) if set(k) in controlled]
-    for c in tested:
+    arms = arms or {arm: {"removal": arm} for arm in report["arms"]}
+    controls = {"fixed": "a fixed direction", "rotated": "another direction that depends on the token"}
+    tested = False
+    for c in report["contrasts"]:
+        a, b = (arms.get(c[side], {}) for side in ("a", "b"))  # a reference has no config
+        control = next((k for k in controls if {a.get("removal"), b.get("removal")} == {"self", k}), None)
+        if control is None or a | {"removal": "self"} != b | {"removal": "self"}:
+            continue
+        tested = True
         found = verdict(c, report["alpha"])
-        better, worse = ("lower", "higher") if removals[c["a"]] == "self" else ("higher", "lower")
+        better, worse = ("lower", "higher") if a["removal"] == "self" else ("higher", "lower")
         does = {better: "does better than", worse: "does worse than"}.get(found.split(",")[0], "is not told apart from")
-        control = {"fixed": "a fixed direction", "rotated": "another direction that depends on the token"}
-        other = next(control[r] for arm in (c["a"], c["b"]) if (r := removals[arm]) in control)
-        said = f"Not tested: {c['reason']}" if c["reason"] else f"Removing the own value {does} removing {other}"
+        said = f"Removing the own value {does} removing {controls[control]}"
+        said = f"Not tested: {c['reason']}" if c["reason"] else said
         lines.append(
             f"- Direction specificity: {c['a']} − {c['b']} {number(c['mean'], '+.4f')}{between(c['ci95'], '+.4f')}"
             f" nats, p_holm {number(c['p_holm'], '.2g')}, {found}. {said} ([figure](report.png))."
         )
     if not tested:
-        lines.append("- Direction specificity: self − fixed or self − rotated is not planned: not tested.")
+        lines.append("- Direction specificity: no planned contrast sets self beside fixed or rotated: not tested.")
     return lines
 
 
@@ -1295,6 +1311,8 @@ def figure_scatter(path, r, panels):
 
 def figures_heads(out, r, x):
     """heads_map.png, heads_null.png, heads_halves.png (two windows or more), heads_delta.png (with interventions)."""
+    for old in out.glob("heads_*.png"):  # of an earlier measurement, which may have had more
+        old.unlink()
     s, means = r["summary"], {k: x[k].mean(0) for k in ("own", "null", "across", "delta")}  # (L, H)
     figure_map(out / "heads_map.png", r, means["own"], means["null"])
     own, null, across, delta = (a.ravel() for a in means.values())
@@ -1357,7 +1375,7 @@ def heads_of(name, out, flags):
     x, n_kv_head = measure(model, w, bos, flags.get("interventions", False), out / "heads.npz")
     T = w.shape[1] - 1 - bos
     r = {"model": known["label"], "parameters": sum(p.numel() for p in model.parameters()), "dtype": dtype}
-    r |= {"text": text, "bos": bos, "removal": known["removal"], "routing": known["routing"]}
+    r |= {"text": text, "bos": bos} | {k: known[k] for k in ("removal", "routing", "val_loss")}
     r |= {"window_length": T, "tokens": len(w) * T} | summarize(x, n_kv_head)
     figures_heads(out, r, x)
     write_csv(out / "heads.csv", [h | {"own_minus_null": h["own"] - h["null"]} for h in r["heads"]])

@@ -790,7 +790,10 @@ def main(argv):
     bar.close()
     all_runs.close()
     left = sum(not (out / a / f"seed{s}" / "ckpt.pt").exists() for a, s in runs)
-    say(f"{len(runs) - left} of {len(runs)} runs are finished" + (f", {left} are with other processes" if left else ""))
+    others = f", {left} are with other processes" if left else ""
+    planned = len(plan["arms"]) * len(plan["seeds"])
+    narrowed = f" (of {planned} planned)" if planned > len(runs) else ""
+    say(f"{len(runs) - left} of {len(runs)} runs are finished{others}{narrowed}")
     say(f"next: python analyze.py runs {out}")
 
 

@@ -293,10 +293,19 @@ def test_a_deleted_run_makes_it_exploratory(out):
     assert r["status"] == "exploratory"
     assert r["deviations"] == ["Run Fall/seed0 is not in the plan.", "Run Half/seed3 is planned and not finished."]
     half = r["contrasts"][1]
-    assert half["p"] is None and half["p_holm"] is None and half["n"] == 5 and "Half/seed3 missing" in half["reason"]
+    assert half["p"] is None and half["p_holm"] is None and half["n"] == 5 and "Half/seed3 is missing" in half["reason"]
     assert r["contrasts"][0]["p_holm"] == pytest.approx(holm([c["p"] for c in r["contrasts"]])[0])
     assert r["arms"]["Half"]["n"] == 4 and r["arms"]["Half"]["seeds"]["3"] is None
     assert "not computed" in (out / "report.md").read_text()
+
+
+def test_heads_of_another_run_are_not_reported(out):
+    analyze.main(["heads", "out/toy/Full/seed0", "--windows=4"])
+    report()
+    assert "Noise floor (Full/seed0, 4 windows" in (out / "report.md").read_text()
+    shutil.copy(out / "Full/seed1/log.jsonl", out / "Full/seed0/log.jsonl")  # as if it had been trained again
+    with pytest.raises(UserError, match="Full/seed0/heads/heads.json is not of the run as it is now"):
+        report()
 
 
 def test_a_diverged_run_stays(out):
@@ -310,7 +319,7 @@ def test_a_diverged_run_stays(out):
     assert r["status"] == "confirmatory" and plan["seeds"] == [0, 1, 2, 3, 4]
     half = r["arms"]["Half"]
     assert (half["n"], half["n_finite"], half["mean"], half["sd"], half["seeds"]["2"]) == (5, 4, None, None, None)
-    assert "Half/seed2 missing or diverged" in r["contrasts"][1]["reason"] and r["contrasts"][1]["p"] is None
+    assert "Half/seed2 is missing or diverged" in r["contrasts"][1]["reason"] and r["contrasts"][1]["p"] is None
     assert "5 (1 diverged)" in (out / "report.md").read_text()
     assert r["audit"]["checked"] == 14 and "14 of 15 runs measured again" in (out / "report.md").read_text()
 
@@ -456,7 +465,11 @@ EMPTY = dict.fromkeys(analyze.RECORD) | {"status": "finished"}
 @pytest.mark.parametrize(
     "tail, words",
     [
-        (json.dumps(EMPTY), "holds no losses"),
+        (json.dumps(EMPTY), "does not hold the losses"),
+        (json.dumps(EMPTY | {"status": "weird", "val_loss": 1.0, "window_losses": [1.0]}), "that of a weird run"),
+        (json.dumps(EMPTY | {"status": "diverged", "val_loss": 1.0}), "does not hold the losses"),
+        (json.dumps(EMPTY | {"val_loss": 1.0, "window_losses": [1.0, None]}), "does not hold the losses"),
+        ('{"iter": 3, "val_loss": NaN}', "NaN is no number"),
         ("5", "line 5 is no row"),
         ("null", "no row"),
         ('{"iter": 3', "Expecting"),

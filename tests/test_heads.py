@@ -778,5 +778,8 @@ def test_three_checks_say_every_number_and_hide_none():
     c = dict.fromkeys(c) | {"a": "self", "b": "rotated", "reason": "one pair has no spread"}
     text = "\n".join(analyze.three_checks(report | {"contrasts": [c]}, heads))
     assert "Not tested: one pair has no spread" in text
+    arms = {"self": {"removal": "self", "attn_gain": 2.0}, "rotated": {"removal": "rotated", "attn_gain": 1.0}}
+    text = "\n".join(analyze.three_checks(report, heads, arms))
+    assert "not tested" in text and "self − rotated" not in text  # they differ in more than the direction
     text = "\n".join(analyze.three_checks(report | {"contrasts": []}, heads))
     assert "not tested" in text
