@@ -133,7 +133,7 @@ def bench_steps(rounds):
         against = f"transformers GPT-2, float32 : {ours.says}"
         ratio(f"training step, {name}, {batch} x {shape['block_size']}", against, goals[name],
               in_turn([their_step(shape, batch, steps), ours], rounds * more))  # fmt: skip
-        if name == "10M" and rounds > 2:
+        if name == "10M" and rounds > 2:  # --quick has no time for it
             share(ours, shape, batch, rounds)
 
 
@@ -301,10 +301,10 @@ def bench_experiment(rounds):
     """
     Wall time of four 1M runs over the sum of their steps and evaluations; and two processes beside one.
 
-    What is neither step nor evaluation does not grow with the length of a run, so it is measured in runs of 120 steps,
+    What is neither step nor evaluation does not grow with the length of a run, so it is measured in short runs,
     which take less time, and set against those of the config.
     """
-    shape, batch = SHAPES["1M"]
+    (shape, batch), steps = SHAPES["1M"], 120
     tokens()
     rates = []  # tokens a second in training steps, over all processes
     with tempfile.TemporaryDirectory() as place:
@@ -312,7 +312,7 @@ def bench_experiment(rounds):
         config.write_text(f"exec(open({str(HERE / 'config/residual_1m.py')!r}).read())\nseeds = range(1)\n")
         planned = train.read_config(str(config), {})
         for processes in (2, 1):
-            call = [sys.executable, str(HERE / "train.py"), str(config), f"--dataset={DATA}", "--max_iters=120"]
+            call = [sys.executable, str(HERE / "train.py"), str(config), f"--dataset={DATA}", f"--max_iters={steps}"]
             call += [f"--out_dir={place}/{processes}", "--log_interval=1"]
             threads = os.environ | {"OMP_NUM_THREADS": str(torch.get_num_threads() // processes)}
             start = time.perf_counter()
@@ -328,7 +328,7 @@ def bench_experiment(rounds):
     evaluation = statistics.median(seconds(lambda: window_losses(model, w)) for _ in range(rounds))
     rest = wall - sum(times) - evaluation * sum("val_loss" in r for r in rows)
     evaluations = len(planned.arms) * (planned.max_iters // planned.eval_interval + 1)
-    spent = sum(times) * planned.max_iters / 120 + evaluation * evaluations
+    spent = sum(times) * planned.max_iters / steps + evaluation * evaluations
     text = f"{1 + rest / spent:.3f}  ({rest + spent:.0f} s : {spent:.0f} s)"
     row(f"experiment of four 1M runs, {planned.max_iters} steps", "its training steps and evaluations", "≤ 1.05", text)
     text = f"{rates[0] / rates[1]:.2f}  ({rates[0]:,.0f} : {rates[1]:,.0f} tokens/s)"

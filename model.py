@@ -178,11 +178,17 @@ def token_loss(x, lm_head, targets, reduction):
         return torch.cat([F.cross_entropy(lm_head(a).float(), b, reduction="none") for a, b in pairs])
     chunked = hasattr(F, "linear_cross_entropy") and V > 8192 and torch.is_grad_enabled()
     if chunked and not torch.is_autocast_enabled(x.device.type) and not torch.compiler.is_compiling():
-        # a float32 step at 124M, 4 x 1,024, peaks at 0.61 of the memory (bench.py --only=memory) and, with chunks of
+        # a float32 step at 124M, 4 x 1,024, peaks at 0.65 of the memory (bench.py --only=memory) and, with chunks of
         # this size, is no slower on a CPU; float32 only, as it would return the loss of bfloat16 inputs in bfloat16
         options = nn.LinearCrossEntropyOptions(batch_chunk_size=1024)
         return F.linear_cross_entropy(x, lm_head.weight, targets, options=options)
     return F.cross_entropy(lm_head(x).float(), targets)
+
+
+def unreadable(name, error):
+    """The ValueError in place of whatever transformers raised: a damaged file can raise anything in its reader."""
+    why = (str(error).strip() or type(error).__name__).splitlines()[0]
+    return ValueError(f"pretrained model {name!r} can't be read: {why}")
 
 
 class GPT(nn.Module):
@@ -253,9 +259,8 @@ class GPT(nn.Module):
 
         try:
             c = AutoConfig.from_pretrained(name)
-        except Exception as e:  # a damaged file can raise anything in its reader
-            why = (str(e).strip() or type(e).__name__).splitlines()[0]
-            raise ValueError(f"pretrained model {name!r} can't be read: {why}") from None
+        except Exception as e:
+            raise unreadable(name, e) from None
         if c.model_type != "gpt2":
             raise ValueError(f"pretrained model {name!r} is a {c.model_type}, not a gpt2")
         needed = {
@@ -296,9 +301,8 @@ class GPT(nn.Module):
             raise ValueError(f"n_kv_head={config.n_kv_head}, but pretrained model {name!r} has no grouped queries")
         try:
             source, info = GPT2LMHeadModel.from_pretrained(name, dtype=torch.float32, output_loading_info=True)
-        except Exception as e:  # a damaged file can raise anything in its reader
-            why = (str(e).strip() or type(e).__name__).splitlines()[0]
-            raise ValueError(f"pretrained model {name!r} can't be read: {why}") from None
+        except Exception as e:
+            raise unreadable(name, e) from None
         if lost := sorted(info["missing_keys"]):  # transformers would leave random values there
             raise ValueError(f"pretrained model {name!r} lacks weights ({len(lost)}, such as {lost[0]})")
         source = source.state_dict()
