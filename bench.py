@@ -24,8 +24,8 @@ import torch
 
 import prepare
 import train
+from configurator import UserError, cli, parse
 from model import GPT, GPTConfig, window_losses
-from prepare import UserError
 
 HERE = Path(__file__).resolve().parent
 SHAPES = {  # name: model, sequences a step
@@ -222,12 +222,12 @@ def gpt2_folder():
 
 
 def tapped_gpt2():
-    """analyze.py's model, and a function that measures own and null (and the loss) on 4 windows of 1,024."""
-    import analyze
+    """heads.py's model, and a function that measures own and null (and the loss) on 4 windows of 1,024."""
+    import heads
 
-    model, _ = analyze.open_model(gpt2_folder())
+    model, _ = heads.open_model(gpt2_folder())
     w = windows(4)
-    return model, lambda: analyze.measure(model, w)[0]["own"].mean(0)  # (12, 12)
+    return model, lambda: heads.measure(model, w)[0]["own"].mean(0)  # (12, 12)
 
 
 def hooked_gpt2():
@@ -277,21 +277,21 @@ def bench_interventions(rounds):
     grow with their number (the checks, the first pass) is counted once. Full passes cost the same for every head, so
     theirs is from 6.
     """
-    import analyze
+    import heads
 
-    model, _ = analyze.open_model(gpt2_folder())
+    model, _ = heads.open_model(gpt2_folder())
     w = windows(1)
 
     def passes():
         for head in range(6):
-            model.tap = analyze.removing({4: [[head]]})
-            analyze.token_losses(model, w)
+            model.tap = heads.removing({4: [[head]]})
+            heads.token_losses(model, w)
 
-    analyze.measure(model, w)  # not the first call: it allocates
-    once = seconds(lambda: analyze.measure(model, w, interventions=True, layers=[]))
-    model.tap = analyze.removing({layer: [list(range(12))] for layer in range(12)})
-    once += seconds(lambda: analyze.token_losses(model, w))  # delta_all, which is taken with any layer
-    ours = once + 6 * (seconds(lambda: analyze.measure(model, w, interventions=True, layers=[4, 7])) - once)
+    heads.measure(model, w)  # not the first call: it allocates
+    once = seconds(lambda: heads.measure(model, w, interventions=True, layers=[]))
+    model.tap = heads.removing({layer: [list(range(12))] for layer in range(12)})
+    once += seconds(lambda: heads.token_losses(model, w))  # delta_all, which is taken with any layer
+    ours = once + 6 * (seconds(lambda: heads.measure(model, w, interventions=True, layers=[4, 7])) - once)
     theirs = 24 * seconds(passes)
     text = f"{ours / theirs:.2f}  ({ours:.0f} s : {theirs:.0f} s)"
     row("all 144 interventions, GPT-2, 1 x 1024", "full forward passes with a hook", "≤ 0.8", text)
@@ -381,7 +381,7 @@ def bench_start(rounds):
 
 
 def main(argv):
-    _, flags = prepare.parse(argv, {"quick": bool, "only": str, "peak": str, "help": bool})
+    _, flags = parse(argv, {"quick": bool, "only": str, "peak": str, "help": bool})
     if flags.get("help"):
         print(__doc__.strip())
         return
@@ -401,4 +401,4 @@ def main(argv):
 
 
 if __name__ == "__main__":
-    prepare.cli(main)
+    cli(main)

@@ -32,8 +32,8 @@ from pathlib import Path
 import numpy as np
 import torch
 
-import prepare
 import train
+from configurator import cli
 
 ROOT = Path(__file__).resolve().parent
 LIMIT = 440  # seconds; what still runs then has 35 more
@@ -247,6 +247,6 @@ def main():
 if __name__ == "__main__":
     if sys.argv[1:2] == ["--train"]:
         sys.argv.pop(1)
-        prepare.cli(measured_training)
+        cli(measured_training)
     else:
         sys.exit(main())

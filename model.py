@@ -70,6 +70,26 @@ def stream(*key):
     return torch.Generator().manual_seed(hash_seed(*key))
 
 
+def digest(value, sha=None):
+    """sha256 of nested dicts, lists, tensors and plain values: what a file says, whatever it looks like on disk."""
+    top = sha is None
+    sha = hashlib.sha256() if top else sha
+    if isinstance(value, dict):
+        for k in sorted(value, key=repr):
+            sha.update(repr(k).encode())
+            digest(value[k], sha)
+    elif isinstance(value, list | tuple):
+        sha.update(b"[%d" % len(value))
+        for v in value:
+            digest(v, sha)
+    elif torch.is_tensor(value):
+        sha.update(repr((value.dtype, tuple(value.shape))).encode())
+        sha.update(value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy())
+    else:
+        sha.update(repr(value).encode())
+    return sha.hexdigest() if top else None
+
+
 def remove_direction(y, d):
     """
     y minus its projection on d: y - (y.d) d / |d|^2 along the last dimension.

@@ -27,9 +27,7 @@ new ones are whole.
 This file owns the format: what train.py and analyze.py need of it (reading, checking, windows, references) is here.
 """
 
-import ast
 import contextlib
-import difflib
 import fcntl
 import functools
 import glob
@@ -44,14 +42,14 @@ import tempfile
 import textwrap
 import threading
 import time
-import typing
-import uuid
 from collections import deque
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
 
 import numpy as np
+
+from configurator import UserError, cli, nearest, parse, read_json, read_text, whole_file
 
 SHAKESPEARE_URL = "https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/input.txt"
 SHAKESPEARE_SHA256 = "86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca57e2dc565ed"
@@ -63,139 +61,6 @@ HUB = {
 CHUNK = 2**24  # tokens looked at together when a whole file is read
 PIECE = 2**18  # characters tokenized together
 GPT2_VOCAB, END_OF_TEXT = 50257, 50256
-
-# ---------------------------------------------------------------------------------------------------------------------
-# what every command needs: errors for people, checked flags, files that are whole
-
-
-class UserError(ValueError):
-    """Something that the user can mend: one line that says what is wrong, where, and what to do."""
-
-
-def cli(main):
-    """Run main(arguments) as a command: an error for people is one line and exit status 2."""
-    for out in (sys.stdout, sys.stderr):
-        out.reconfigure(errors="backslashreplace")  # a POSIX locale must not turn a message into a crash
-    try:
-        main(sys.argv[1:])
-        sys.stdout.flush()
-    except BrokenPipeError:  # the reader of our output has gone, as in `... | head`
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
-        sys.exit(141)
-    except KeyboardInterrupt:
-        sys.exit(130)
-    except (UserError, OSError) as e:
-        text = str(e) if isinstance(e, UserError) else f"{e.strerror or e}: {e.filename or 'the disk'}"
-        if os.environ.get("LOCAL_RANK", "0") == "0":  # torchrun starts many of us; one line a machine is enough
-            print(f"error: {' '.join(text.split())}", file=sys.stderr, flush=True)
-        sys.exit(2)
-
-
-def nearest(name, known):
-    """', did you mean X?' where a known name is near."""
-    close = difflib.get_close_matches(name, [str(k) for k in known], 1, 0.6)
-    return f", did you mean {close[0]}?" if close else ""
-
-
-def typed(name, value, kind):
-    """value, if it is of kind (a type, or a union such as `int | None`); an int becomes a float where one is due."""
-    kinds = typing.get_args(kind) or (kind,)
-    if type(value) in kinds:
-        return value
-    if type(value) is int and float in kinds and abs(value) < 2**1023:
-        return float(value)
-    names = " or ".join("None" if k is type(None) else k.__name__ for k in kinds)
-    raise UserError(f"{name}={value!r} is of type {type(value).__name__}, it must be {names}")
-
-
-def parse(argv, known):
-    """
-    Command line -> (positional arguments, {name: value}).
-
-    known: {name: type}. Flags are --name=value, or --name alone for a bool.
-    """
-    positional, flags = [], {}
-    for arg in argv:
-        if not arg.startswith("--"):
-            positional.append(arg)
-            continue
-        name, has_value, text = arg[2:].partition("=")
-        if name not in known:
-            hint = nearest(arg.partition("=")[0], ["--" + k for k in known])
-            raise UserError(f"unknown flag --{name}{hint or '; --help lists the known ones'}")
-        kinds = typing.get_args(known[name]) or (known[name],)
-        if not has_value and bool not in kinds:
-            raise UserError(f"--{name} needs a value: write --{name}=VALUE")
-        value = text if has_value else True
-        if has_value and kinds != (str,):
-            try:
-                value = ast.literal_eval(text)
-            except (ValueError, SyntaxError, TypeError):
-                value = text
-            if str in kinds and type(value) not in kinds:
-                value = text
-        flags[name] = typed("--" + name, value, known[name])
-    return positional, flags
-
-
-@contextlib.contextmanager
-def whole_file(path, mode="w", replace=True):
-    """
-    A file that is there whole or not at all: written beside `path` under another name, then renamed.
-
-    replace=False: raises FileExistsError where the file is already there (a hard link never replaces).
-    """
-    tmp = f"{path}.{uuid.uuid4().hex[:8]}.tmp"
-    try:
-        with open(tmp, mode, encoding=None if "b" in mode else "utf-8") as f:
-            yield f
-            f.flush()
-            os.fsync(f.fileno())
-        os.replace(tmp, path) if replace else os.link(tmp, path)
-    except FileExistsError:
-        raise
-    except (OSError, RuntimeError) as e:  # torch.save wraps the OSError of a full disk in a RuntimeError
-        cause = e if isinstance(e, OSError) else e.__context__
-        if not isinstance(cause, OSError) or cause.filename not in (None, tmp, str(path)):  # of a file that was read
-            raise
-        raise UserError(f"{path} can't be written ({cause.strerror}): what was there before is kept") from None
-    finally:
-        with contextlib.suppress(FileNotFoundError):
-            os.unlink(tmp)
-
-
-def read_json(path, *needed):
-    """The JSON object in a file; raises UserError where there is none, or it lacks a needed key."""
-    try:
-        value = json.loads(Path(path).read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise UserError(f"{path} not found") from None
-    except ValueError as e:
-        raise UserError(f"{path} is damaged, it is no JSON ({e}): restore it") from None
-    if not isinstance(value, dict):
-        raise UserError(f"{path} is damaged, it holds a {type(value).__name__} and no object: restore it")
-    if missing := [k for k in needed if k not in value]:
-        raise UserError(f"{path} is damaged, it holds no {missing[0]}: restore it")
-    return value
-
-
-BINDING = ("config", "arms", "seeds", "contrasts", "alpha", "margin", "data", "source")  # parts of a plan
-PLAN = (*BINDING, "commit", "amendments", "packages", "references", "reference_windows", "time")  # all of its parts
-NOT_BINDING = ("out_dir", "log_interval", "checkpoint_interval", "wandb_log", "wandb_project")  # they can't move a bit
-
-
-def differences(planned, now):
-    """One line for each binding value in which a new plan, or the record of a run, differs from what was planned."""
-    lines = []
-    for part in BINDING:
-        a, b = planned.get(part), now.get(part)
-        if isinstance(a, dict) and isinstance(b, dict):
-            keys = [k for k in {**a, **b} if part != "config" or k not in NOT_BINDING]
-            lines += [f"{part}.{k}: planned {a.get(k)!r}, now {b.get(k)!r}" for k in keys if a.get(k) != b.get(k)]
-        elif a != b:
-            lines.append(f"{part}: planned {a!r}, now {b!r}")
-    return lines
-
 
 # ---------------------------------------------------------------------------------------------------------------------
 # reading prepared data
@@ -306,18 +171,6 @@ def reference_losses(train, windows, vocab_size):
 
 # ---------------------------------------------------------------------------------------------------------------------
 # preparing
-
-
-def read_text(path):
-    """A UTF-8 file, character for character: no newline is translated, a byte-order mark is dropped."""
-    try:
-        return Path(path).read_bytes().decode("utf-8").removeprefix("\ufeff")
-    except FileNotFoundError:
-        raise UserError(f"{path} not found") from None
-    except UnicodeDecodeError as e:
-        raise UserError(
-            f"{path} is not UTF-8 (byte {e.object[e.start]:#04x} at offset {e.start}); convert it"
-        ) from None
 
 
 def download_shakespeare():

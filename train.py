@@ -15,7 +15,6 @@ Two arms with one seed differ by the arm and by nothing else: the same initial w
 same batch, which is a function of (seed, s) alone.
 """
 
-import ast
 import contextlib
 import dataclasses
 import fcntl
@@ -32,7 +31,6 @@ import subprocess
 import sys
 import textwrap
 import time
-import traceback
 import typing
 import warnings
 from dataclasses import dataclass, field
@@ -46,8 +44,8 @@ import torch.distributed as dist
 from tqdm import tqdm
 
 import prepare
-from model import GPT, GPTConfig, hash_seed, stream, window_losses
-from prepare import UserError, differences, nearest, typed, whole_file
+from configurator import UserError, assignments, cli, nearest, parse, read_json, typed, whole_file
+from model import GPT, GPTConfig, digest, hash_seed, stream, window_losses
 
 COMPILER = os.environ.get("CXX", "clang++" if sys.platform == "darwin" else "g++")  # torch.compile's choice
 
@@ -101,7 +99,7 @@ class Config(GPTConfig):
 TYPES = typing.get_type_hints(Config)
 SHAPE = ("block_size", "vocab_size")  # an arm that changed these would be measured on other windows
 REFERENCES = ("unigram", "bigram")
-SOURCES = ("model.py", "prepare.py", "train.py")
+SOURCES = ("model.py", "configurator.py", "prepare.py", "train.py")
 
 # ---------------------------------------------------------------------------------------------------------------------
 # configuration
@@ -109,21 +107,7 @@ SOURCES = ("model.py", "prepare.py", "train.py")
 
 def read_config(path, flags):
     """A config file and the flags of the command line -> Config; raises UserError."""
-    if not Path(path).is_file():
-        there = sorted(str(p) for p in Path(path).parent.glob("*.py"))
-        raise UserError(f"config {path} is no file{nearest(path, there)}")
-    values, source = {}, prepare.read_text(path)
-    try:
-        exec(compile(source, path, "exec"), values)
-    except (Exception, SystemExit) as e:  # whatever the config's own code raises is for its author
-        lines = [n for frame, n in traceback.walk_tb(e.__traceback__) if frame.f_code.co_filename == path]
-        where = [f", line {n}" for n in (lines[-1:] or [getattr(e, "lineno", None)]) if n]
-        raise UserError(f"config {path}{''.join(where)}: {type(e).__name__}: {e}") from None
-    values = {k: v for k, v in values.items() if not k.startswith("_") and not isinstance(v, type(sys))}
-    for node in ast.walk(ast.parse(source)):  # Python itself keeps the last of two equal keys without a word
-        keys = [k.value for k in node.keys if isinstance(k, ast.Constant)] if isinstance(node, ast.Dict) else []
-        if repeated := [k for k in keys if keys.count(k) > 1]:
-            raise UserError(f"config {path} names {repeated[0]!r} twice in one dict: two arms need two names")
+    values = assignments(path)
     values.update(flags)
     if isinstance(name := values.get("init_from", "scratch"), str) and name != "scratch":
         with pretrained_errors():
@@ -275,6 +259,24 @@ def narrow(config, arms, seeds):
 # the plan
 
 
+BINDING = ("config", "arms", "seeds", "contrasts", "alpha", "margin", "data", "source")  # parts of a plan
+PLAN = (*BINDING, "commit", "amendments", "packages", "references", "reference_windows", "time")  # all of its parts
+NOT_BINDING = ("out_dir", "log_interval", "checkpoint_interval", "wandb_log", "wandb_project")  # they can't move a bit
+
+
+def differences(planned, now):
+    """One line for each binding value in which a new plan, or the record of a run, differs from what was planned."""
+    lines = []
+    for part in BINDING:
+        a, b = planned.get(part), now.get(part)
+        if isinstance(a, dict) and isinstance(b, dict):
+            keys = [k for k in {**a, **b} if part != "config" or k not in NOT_BINDING]
+            lines += [f"{part}.{k}: planned {a.get(k)!r}, now {b.get(k)!r}" for k in keys if a.get(k) != b.get(k)]
+        elif a != b:
+            lines.append(f"{part}: planned {a!r}, now {b!r}")
+    return lines
+
+
 def make_plan(config, data):
     """All that binds an experiment, as plain JSON values; written before the first step."""
     here = Path(__file__).parent
@@ -307,7 +309,7 @@ def bind_plan(out, new, amend):
     with locked(out / "plan.lock", wait=True):
         plan, lines = new, []
         if path.exists():
-            plan = prepare.read_json(path, *prepare.PLAN)
+            plan = read_json(path, *PLAN)
             lines = differences(plan, new)
             if not lines:
                 return plan
@@ -399,26 +401,6 @@ def take_step(model, optimizer, rows, micro, autocast, grad_clip, key=None):
     optimizer.step()
     optimizer.zero_grad(set_to_none=True)
     return total, norm
-
-
-def digest(value, sha=None):
-    """sha256 of nested dicts, lists, tensors and plain values: what a file says, whatever it looks like on disk."""
-    top = sha is None
-    sha = hashlib.sha256() if top else sha
-    if isinstance(value, dict):
-        for k in sorted(value, key=repr):
-            sha.update(repr(k).encode())
-            digest(value[k], sha)
-    elif isinstance(value, list | tuple):
-        sha.update(b"[%d" % len(value))
-        for v in value:
-            digest(v, sha)
-    elif torch.is_tensor(value):
-        sha.update(repr((value.dtype, tuple(value.shape))).encode())
-        sha.update(value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy())
-    else:
-        sha.update(repr(value).encode())
-    return sha.hexdigest() if top else None
 
 
 def save_state(folder, state):
@@ -733,7 +715,7 @@ def open_data(config):
 def main(argv):
     known = {k: v for k, v in TYPES.items() if k != "contrasts"}
     known |= {"arms": str, "seeds": str, "amend": str, "plan": bool, "help": bool, "gradient_accumulation_steps": int}
-    configs, flags = prepare.parse(argv, known)
+    configs, flags = parse(argv, known)
     if flags.pop("help", False):
         print(__doc__.strip())
         return
@@ -773,7 +755,7 @@ def main(argv):
                 if not agreed(mine):
                     continue
                 taken = True
-                binding = {k: v for k, v in plan["config"].items() if k not in prepare.NOT_BINDING}
+                binding = {k: v for k, v in plan["config"].items() if k not in NOT_BINDING}
                 record = {"arm": arm, "seed": seed, "config": binding | plan["arms"][arm]}
                 record |= {k: plan[k] for k in ("data", "source", "commit")}
                 try:
@@ -814,4 +796,4 @@ def experiment(argv):
 
 
 if __name__ == "__main__":
-    prepare.cli(experiment)
+    cli(experiment)

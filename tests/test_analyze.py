@@ -18,7 +18,7 @@ import model
 import prepare
 import train
 from analyze import holm, paired, signflip, standard_errors
-from prepare import UserError
+from configurator import UserError
 
 # Student (1908), The probable error of a mean: hours of sleep gained under two drugs, ten patients
 SLEEP = ([0.7, -1.6, -0.2, -1.2, -0.1, 3.4, 3.7, 0.8, 0.0, 2.0], [1.9, 0.8, 1.1, 0.1, -0.1, 4.4, 5.5, 1.6, 4.6, 3.4])

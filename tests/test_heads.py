@@ -16,9 +16,10 @@ ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
 
 import analyze
-from analyze import causal_null, measure, pearson, removing, split_half, token_losses
+import heads
+from configurator import UserError
+from heads import causal_null, measure, pearson, removing, split_half, token_losses
 from model import GPT, GPTConfig, window_losses
-from prepare import UserError
 
 torch.set_num_threads(1)
 os.environ["HF_HUB_OFFLINE"] = "1"  # no test waits for a network
@@ -195,13 +196,13 @@ def test_what_is_not_defined_is_none():
 def test_prediction_is_across_halves():
     rng = np.random.default_rng(0)
     x, d = rng.normal(size=(6, 30)), rng.normal(size=(6, 30))
-    p = analyze.predicts(x, d, draws=50)
+    p = heads.predicts(x, d, draws=50)
     e, o = slice(0, None, 2), slice(1, None, 2)
     pairs = [(x[e].mean(0), d[o].mean(0)), (x[o].mean(0), d[e].mean(0))]
     assert p["pearson"] == pytest.approx(np.mean([stats.pearsonr(*ab).statistic for ab in pairs]))
     assert p["spearman"] == pytest.approx(np.mean([stats.spearmanr(*ab).statistic for ab in pairs]))
     shared = x + 100 * rng.normal(size=(6, 1)) + rng.normal(size=(6, 30)) * 1e-9
-    assert analyze.predicts(shared, shared, draws=50)["ci95"] is not None
+    assert heads.predicts(shared, shared, draws=50)["ci95"] is not None
 
 
 # --- measures against slow loops
@@ -213,7 +214,7 @@ def test_own_null_across_are_the_double_loop(family, saved):
         model = reference = ours(n_kv_head=2 if "grouped" in family else None)
     else:
         path = saved(family.split(",")[0])
-        (model, _), reference = analyze.open_model(path), eager(path)
+        (model, _), reference = heads.open_model(path), eager(path)
     w = W[:2, :13]
     x, K = measure(model, w, bos="bos" in family)
     window = 8 if family == "mistral" else 99
@@ -244,7 +245,7 @@ def test_own_null_across_are_the_double_loop(family, saved):
 def test_h3_a_head_reads_its_own_group(family, groups, saved):
     """Values constant within a group and orthogonal between groups: own = 1, across = 0 for all four heads."""
     model = (
-        ours(n_kv_head=groups) if family == "ours" else analyze.open_model(saved(family, num_key_value_heads=groups))[0]
+        ours(n_kv_head=groups) if family == "ours" else heads.open_model(saved(family, num_key_value_heads=groups))[0]
     )
     for layer in range(2):
         make_v, part, _ = parts(model, layer)
@@ -260,7 +261,7 @@ def test_h3_a_head_reads_its_own_group(family, groups, saved):
     if groups == 2:
         assert x["across"] == pytest.approx(0, abs=1e-5)
     else:
-        r = analyze.summarize(x, K)
+        r = heads.summarize(x, K)
         assert r["summary"]["across"] is None and r["heads"][0]["across"] is None
 
 
@@ -276,12 +277,12 @@ def test_a_model_whose_positions_see_themselves_only():
 def hooked_loss(model, w, removals, first=1):
     """Loss of each window with own values removed by hooks on the projections; removals: {layer: heads}."""
     hooks, kept = [], {}
-    for layer, heads in removals.items():
+    for layer, chosen in removals.items():
         make_v, part, out = parts(model, layer)
 
-        def change(module, inputs, layer=layer, heads=heads):
+        def change(module, inputs, layer=layer, chosen=chosen):
             y, v = inputs[0].unflatten(-1, (4, 8)).clone(), kept[layer].unflatten(-1, (-1, 8))
-            for h in heads:
+            for h in chosen:
                 for i in range(first, y.shape[1]):
                     a, d = y[:, i, h].clone(), v[:, i, h // (4 // v.shape[2])]
                     y[:, i, h] = a - (a * d).sum(-1, keepdim=True) / (d * d).sum(-1, keepdim=True) * d
@@ -305,7 +306,7 @@ def test_delta_is_a_difference_of_two_forward_passes(family, saved):
     if family.startswith("ours"):
         model = reference = ours(n_kv_head=2 if "grouped" in family else None)
     else:
-        (model, _), reference = analyze.open_model(saved(family)), eager(saved(family))
+        (model, _), reference = heads.open_model(saved(family)), eager(saved(family))
     x, _ = measure(model, W, interventions=True)
     untouched = hooked_loss(reference, W, {})
     assert x["loss"] == pytest.approx(untouched, abs=1e-5)
@@ -320,20 +321,20 @@ def test_delta_is_a_difference_of_two_forward_passes(family, saved):
 
 @pytest.mark.parametrize("family", ["ours", "gpt2", "llama", "olmo2"])
 def test_removing_in_no_head_changes_no_bit_and_shared_work_changes_none(family, saved):
-    model = ours() if family == "ours" else analyze.open_model(saved(family))[0]
+    model = ours() if family == "ours" else heads.open_model(saved(family))[0]
     w = torch.tensor(W)
     plain, outputs = token_losses(model, w, keep=0)
     assert len(outputs) == 2
     model.tap = removing({0: [[]], 1: [[]]})
     assert torch.equal(token_losses(model, w)[0], plain)
-    with analyze.returning(model.stack[:1], outputs[:1]):
+    with heads.returning(model.stack[:1], outputs[:1]):
         assert torch.equal(token_losses(model, w)[0], plain)
         model.tap = removing({1: [[2]]})
         shared = token_losses(model, w)[0]
     assert torch.equal(token_losses(model, w)[0], shared) and not torch.equal(shared, plain)
     # both heads of a batch at once, over the layer below, against one at a time
     model.tap = removing({1: [[2], []]})
-    with analyze.returning(model.stack[:1], [analyze.repeat(outputs[0], 2)]):
+    with heads.returning(model.stack[:1], [heads.repeat(outputs[0], 2)]):
         both = token_losses(model, w.repeat(2, 1))[0]
     assert torch.allclose(both[:3], shared, atol=1e-5) and torch.allclose(both[3:], plain, atol=1e-5)
 
@@ -345,13 +346,13 @@ def test_removing_everywhere_is_the_self_arm(n_kv_head):
     model.tap = removing({0: [[0, 1, 2, 3]], 1: [[0, 1, 2, 3]]}, first=0)
     assert torch.equal(token_losses(model, torch.tensor(W))[0], token_losses(arm, torch.tensor(W))[0])
     x, K = measure(arm, W, interventions=True)
-    assert analyze.summarize(x, K)["summary"]["r_delta"] is None  # no reliability of rounding
+    assert heads.summarize(x, K)["summary"]["r_delta"] is None  # no reliability of rounding
     assert np.abs(x["delta"]).max() < 1e-6 and np.abs(x["delta_all"]).max() < 1e-6  # zero by construction
 
 
 def test_small_batches_change_nothing(monkeypatch):
     whole, _ = measure(ours(), W, interventions=True)
-    monkeypatch.setattr(analyze, "ROWS", 40)  # one window and one head at a time
+    monkeypatch.setattr(heads, "ROWS", 40)  # one window and one head at a time
     single, _ = measure(ours(), W, interventions=True)
     for k, a in whole.items():
         assert single[k] == pytest.approx(a, abs=1e-5, nan_ok=True)
@@ -362,14 +363,14 @@ def test_memory_is_flat_in_windows():
     program = """
 import resource, sys
 import numpy as np, torch
-import analyze
+import heads
 from model import GPT, GPTConfig
 torch.set_num_threads(1)
 model = GPT(GPTConfig(block_size=128, vocab_size=2000, n_layer=2, n_head=4, n_embd=32)).eval()
 model.stack, model.sees = list(model.h), [None, None]
 w = np.random.default_rng(0).integers(0, 2000, (400, 129))
 for n in (64, 400):
-    analyze.measure(model, w[:n], interventions=True, layers=[1])
+    heads.measure(model, w[:n], interventions=True, layers=[1])
     print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024)
 """
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=ROOT, check=True)
@@ -385,7 +386,7 @@ ACCEPTED = [f for f in FAMILIES if f not in ("gpt_oss", "bloom", "gpt_neo", "mpt
 
 @pytest.mark.parametrize("family", ACCEPTED)
 def test_tapped_is_eager(family, saved):
-    model, _ = analyze.open_model(saved(family))
+    model, _ = heads.open_model(saved(family))
     reference, ids = eager(saved(family)), torch.tensor(W[:, :-1])
     with torch.no_grad():
         a, b = model(ids, use_cache=False).logits, reference(ids, use_cache=False).logits
@@ -400,9 +401,9 @@ def test_tapped_is_eager(family, saved):
 
 @pytest.mark.parametrize("family", ["gpt2", "cohere", "opt"])
 def test_loss_in_chunks(family, saved, monkeypatch):
-    model, _ = analyze.open_model(saved(family))
+    model, _ = heads.open_model(saved(family))
     plain, _ = token_losses(model, torch.tensor(W))
-    monkeypatch.setattr(analyze, "LOGITS", 3 * 64 * 7)  # seven positions at a time
+    monkeypatch.setattr(heads, "LOGITS", 3 * 64 * 7)  # seven positions at a time
     assert torch.allclose(token_losses(model, torch.tensor(W))[0], plain, atol=1e-6)
 
 
@@ -420,21 +421,21 @@ def test_loss_in_chunks(family, saved, monkeypatch):
 )
 def test_what_is_not_implemented_is_refused_by_name(family, changes, words, saved):
     with pytest.raises(UserError, match=words):
-        model, _ = analyze.open_model(saved(family, **changes))
+        model, _ = heads.open_model(saved(family, **changes))
         measure(model, W)
 
 
 @pytest.mark.parametrize("extra", [{"position_bias": torch.zeros(1)}, {"head_mask": 1}, {"anything": "else"}])
 def test_h2_any_unknown_argument_is_refused(extra, saved):
-    model, _ = analyze.open_model(saved("llama"))
+    model, _ = heads.open_model(saved("llama"))
     module, x = model.model.layers[0].self_attn, torch.ones(1, 4, 3, 8)
     with pytest.raises(UserError, match=next(iter(extra))):
-        analyze.tapped_attention(module, x, x, x, None, **extra)
-    analyze.tapped_attention(module, x, x, x, None, **dict.fromkeys(extra))  # None is nothing
+        heads.tapped_attention(module, x, x, x, None, **extra)
+    heads.tapped_attention(module, x, x, x, None, **dict.fromkeys(extra))  # None is nothing
 
 
 def test_an_attention_that_does_something_else_is_noticed(saved, monkeypatch):
-    model, _ = analyze.open_model(saved("llama"))
+    model, _ = heads.open_model(saved("llama"))
     for layer in model.model.layers:
         layer.self_attn.scaling = None
     eager_scale = model.set_attn_implementation
@@ -540,22 +541,22 @@ def test_the_best_predictor_comes_with_the_share_of_halves_where_it_is_the_best(
     rng = np.random.default_rng(0)
     delta = rng.normal(size=30) + 0.1 * rng.normal(size=(40, 30))
     noise = rng.normal(size=30) + 0.1 * rng.normal(size=(40, 30))
-    s = analyze.summarize(measured(delta + noise / 9, noise, delta), 30)["summary"]
+    s = heads.summarize(measured(delta + noise / 9, noise, delta), 30)["summary"]
     assert s["best_predictor"] == "own" and s["best_predictor_share"] > 0.95
     one, other = (delta + rng.normal(size=(40, 30)) for _ in range(2))
-    s = analyze.summarize(measured(one, other, delta), 30)["summary"]  # two that are hardly told apart
+    s = heads.summarize(measured(one, other, delta), 30)["summary"]  # two that are hardly told apart
     first, second = (abs(s[f"r_{k}_delta"]) for k in ("stat", "null"))
     assert s["best_predictor"] == ("own" if first > second else "null") and 0 < s["best_predictor_share"] < 1
 
 
 def test_no_point_of_a_figure_lies_outside_its_axes(tmp_path, monkeypatch):
     figures = []
-    monkeypatch.setattr(analyze, "save_figure", lambda fig, path, title: figures.append(fig))
+    monkeypatch.setattr(heads, "save_figure", lambda fig, path, title: figures.append(fig))
     rng = np.random.default_rng(0)
     own, null, delta = (rng.normal(size=(8, 20)) - 0.5 for _ in range(3))
     x = measured(own, null, delta)
-    r = {"model": "m", "tokens": 8, "window_length": 1} | analyze.summarize(x, 20)
-    analyze.figures_heads(tmp_path, r, x)
+    r = {"model": "m", "tokens": 8, "window_length": 1} | heads.summarize(x, 20)
+    heads.figures_heads(tmp_path, r, x)
     points = 0
     for axis in (axis for fig in figures for axis in fig.axes):
         for marks in axis.collections:
@@ -567,15 +568,15 @@ def test_no_point_of_a_figure_lies_outside_its_axes(tmp_path, monkeypatch):
 
 def test_explained_is_null_where_own_is_near_zero():
     x = {k: np.full((2, 1, 2), v) for k, v in {"own": 0.005, "null": 0.004, "across": np.nan, "delta": np.nan}.items()}
-    s = analyze.summarize(x | {"loss": np.ones(2), "delta_all": np.full(2, np.nan)}, 2)["summary"]
+    s = heads.summarize(x | {"loss": np.ones(2), "delta_all": np.full(2, np.nan)}, 2)["summary"]
     assert s["explained"] is None and s["own"] == pytest.approx(0.005)
 
 
 def test_interrupted_work_resumes(work, monkeypatch):
     model, path = ours(), work / "heads.npz"
     whole, _ = measure(model, W, interventions=True)
-    monkeypatch.setattr(analyze, "ROWS", 160)  # one window at a time
-    real, calls = analyze.token_losses, []
+    monkeypatch.setattr(heads, "ROWS", 160)  # one window at a time
+    real, calls = heads.token_losses, []
 
     def stops(*args, **kwargs):
         calls.append(1)
@@ -583,11 +584,11 @@ def test_interrupted_work_resumes(work, monkeypatch):
             raise KeyboardInterrupt
         return real(*args, **kwargs)
 
-    monkeypatch.setattr(analyze, "token_losses", stops)
+    monkeypatch.setattr(heads, "token_losses", stops)
     with pytest.raises(KeyboardInterrupt):
         measure(model, W, interventions=True, path=path)
     calls.clear()
-    monkeypatch.setattr(analyze, "token_losses", lambda *a, **k: calls.append(1) or real(*a, **k))
+    monkeypatch.setattr(heads, "token_losses", lambda *a, **k: calls.append(1) or real(*a, **k))
     x, _ = measure(model, W, interventions=True, path=path)
     resumed = len(calls)
     for k, a in whole.items():

@@ -19,7 +19,7 @@ from test_train import ROOT, call, ckpt, command, fingerprint, place, rows, run 
 import gpu
 import prepare
 import train
-from prepare import UserError
+from configurator import UserError
 
 
 def stop_at(monkeypatch, step):

@@ -16,8 +16,8 @@ import torch
 
 import prepare
 import train
+from configurator import UserError
 from model import GPT
-from prepare import UserError
 
 ROOT = Path(__file__).parent.parent
 CONFIG = """
