@@ -40,7 +40,8 @@ class GPTConfig:
     routing: bool = True  # False: every position attends to itself only
     self_bias: float = 0.0  # added to each query's attention logit for its own position
 
-    def __post_init__(self):
+    def check(self):
+        """Raises ValueError for a model that can't be built, or would not be what its flags say."""
         for name in ("block_size", "vocab_size", "n_layer", "n_head", "n_embd"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}={getattr(self, name)} must be at least 1")
@@ -103,6 +104,19 @@ def remove_direction(y, d):
     return (a - along * d).to(y.dtype)
 
 
+def linear(n_in, n_out, config):
+    """A linear layer whose bias starts at zero, as GPT-2's; GPT draws the weights."""
+    layer = nn.Linear(n_in, n_out, bias=config.bias)
+    if config.bias:
+        nn.init.zeros_(layer.bias)
+    return layer
+
+
+def norm(config):
+    """The one place that says what a norm is: two in each block, and one before the logits."""
+    return nn.LayerNorm(config.n_embd, bias=config.bias)
+
+
 class Attention(nn.Module):
     def __init__(self, config, layer, seed):
         super().__init__()
@@ -110,8 +124,8 @@ class Attention(nn.Module):
         self.n_kv_head = config.n_kv_head or config.n_head
         H, D = self.n_head, config.n_embd // config.n_head
         self.widths = (H * D, self.n_kv_head * D, self.n_kv_head * D)
-        self.c_attn = nn.Linear(config.n_embd, sum(self.widths), bias=config.bias)
-        self.c_proj = nn.Linear(config.n_embd, config.n_embd, bias=config.bias)
+        self.c_attn = linear(config.n_embd, sum(self.widths), config)
+        self.c_proj = linear(config.n_embd, config.n_embd, config)
         # the controls: drawn in float64 from streams of their own, saved with the weights
         if config.removal == "fixed":
             d = torch.randn(H, D, dtype=torch.float64, generator=stream(seed, "fixed", layer))
@@ -160,8 +174,8 @@ class MLP(nn.Module):
     def __init__(self, config):
         super().__init__()
         self.config = config
-        self.c_fc = nn.Linear(config.n_embd, 4 * config.n_embd, bias=config.bias)
-        self.c_proj = nn.Linear(4 * config.n_embd, config.n_embd, bias=config.bias)
+        self.c_fc = linear(config.n_embd, 4 * config.n_embd, config)
+        self.c_proj = linear(4 * config.n_embd, config.n_embd, config)
 
     def forward(self, x):
         return F.dropout(self.c_proj(F.gelu(self.c_fc(x), approximate="tanh")), self.config.dropout, self.training)
@@ -171,9 +185,9 @@ class Block(nn.Module):
     def __init__(self, config, layer, seed):
         super().__init__()
         self.config = config
-        self.ln_1 = nn.LayerNorm(config.n_embd, bias=config.bias)
+        self.ln_1 = norm(config)
         self.attn = Attention(config, layer, seed)
-        self.ln_2 = nn.LayerNorm(config.n_embd, bias=config.bias)
+        self.ln_2 = norm(config)
         self.mlp = MLP(config)
 
     def forward(self, x, mask, tap):  # (B, T, C) -> (B, T, C)
@@ -183,26 +197,6 @@ class Block(nn.Module):
         x = torch.add(x, branch, alpha=c.attn_gain) if c.attn_residual else c.attn_gain * branch.to(x.dtype)
         branch = self.mlp(self.ln_2(x))
         return torch.add(x, branch, alpha=c.ffn_gain) if c.ffn_residual else c.ffn_gain * branch.to(x.dtype)
-
-
-def token_loss(x, lm_head, targets, reduction):
-    """
-    Cross-entropy in float32 without the whole matrix of logits where that would be large.
-
-    x: (N, C), targets: (N,) -> "mean": a scalar; "none": (N,), in chunks of rows.
-    """
-    V = lm_head.weight.shape[0]
-    if reduction == "none":
-        rows = max(1, 2**25 // V)  # 128 MiB of logits at a time
-        pairs = zip(x.split(rows), targets.split(rows), strict=True)
-        return torch.cat([F.cross_entropy(lm_head(a).float(), b, reduction="none") for a, b in pairs])
-    chunked = hasattr(F, "linear_cross_entropy") and V > 8192 and torch.is_grad_enabled()
-    if chunked and not torch.is_autocast_enabled(x.device.type) and not torch.compiler.is_compiling():
-        # a float32 step at 124M, 4 x 1,024, peaks at 0.65 of the memory (bench.py --only=memory) and, with chunks of
-        # this size, is no slower on a CPU; float32 only, as it would return the loss of bfloat16 inputs in bfloat16
-        options = nn.LinearCrossEntropyOptions(batch_chunk_size=1024)
-        return F.linear_cross_entropy(x, lm_head.weight, targets, options=options)
-    return F.cross_entropy(lm_head(x).float(), targets)
 
 
 def unreadable(name, error):
@@ -224,12 +218,15 @@ class GPT(nn.Module):
 
     def __init__(self, config, seed=0):
         super().__init__()
+        config.check()
         self.config = config
-        self.wte = nn.Embedding(config.vocab_size, config.n_embd)
-        self.wpe = nn.Embedding(config.block_size, config.n_embd)
-        self.h = nn.ModuleList([Block(config, layer, seed) for layer in range(config.n_layer)])
-        self.ln_f = nn.LayerNorm(config.n_embd, bias=config.bias)
-        self.lm_head = nn.Linear(config.n_embd, config.vocab_size, bias=False)
+        with torch.random.fork_rng(devices=[]):  # what a module draws besides is the same in every arm, too
+            torch.manual_seed(hash_seed(seed, "init"))
+            self.wte = nn.Embedding(config.vocab_size, config.n_embd)
+            self.wpe = nn.Embedding(config.block_size, config.n_embd)
+            self.h = nn.ModuleList([Block(config, layer, seed) for layer in range(config.n_layer)])
+            self.ln_f = norm(config)
+            self.lm_head = nn.Linear(config.n_embd, config.vocab_size, bias=False)
         self.lm_head.weight = self.wte.weight  # tied
         mask = None  # plain causal attention, without a mask tensor
         if not config.routing or config.self_bias:
@@ -237,12 +234,37 @@ class GPT(nn.Module):
             allowed = torch.eye(T, dtype=torch.bool) if not config.routing else torch.ones(T, T).tril().bool()
             mask = torch.zeros(T, T).masked_fill(~allowed, -math.inf) + torch.eye(T) * config.self_bias
         self.register_buffer("mask", mask, persistent=False)  # (T, T), added to the attention logits
-        for name, p in self.named_parameters():
-            if p.dim() < 2:  # gains of the layer norms start at 1, biases at 0
-                nn.init.zeros_(p) if name.endswith("bias") else nn.init.ones_(p)
-            else:  # GPT-2: 0.02, and output projections less, as 2 * n_layer of them add up in the residual stream
-                std = 0.02 / math.sqrt(2 * config.n_layer) if name.endswith("c_proj.weight") else 0.02
-                nn.init.normal_(p, std=std, generator=stream(seed, "init", name))
+        for name, module in self.named_modules():
+            # weights of linear and embedding layers are drawn; every other parameter keeps the value that it was given
+            if isinstance(module, nn.Linear | nn.Embedding) and module is not self.lm_head:
+                # GPT-2: 0.02, and output projections less, as 2 * n_layer of them add up in the residual stream
+                std = 0.02 / math.sqrt(2 * config.n_layer) if name.endswith("c_proj") else 0.02
+                nn.init.normal_(module.weight, std=std, generator=stream(seed, "init", f"{name}.weight"))
+
+    def logits(self, x):
+        """The one place where logits arise: (..., C), after the last norm -> (..., V)."""
+        return self.lm_head(x)
+
+    def loss(self, x, targets, reduction):
+        """
+        Cross-entropy in float32 without the whole matrix of logits where that would be large.
+
+        x: (N, C), targets: (N,) -> "mean": a scalar; "none": (N,), in chunks of rows.
+        """
+        V = self.config.vocab_size
+        if reduction == "none":
+            rows = max(1, 2**25 // V)  # 128 MiB of logits at a time
+            pairs = zip(x.split(rows), targets.split(rows), strict=True)
+            return torch.cat([F.cross_entropy(self.logits(a).float(), b, reduction="none") for a, b in pairs])
+        fused = V > 8192 and hasattr(F, "linear_cross_entropy") and torch.is_grad_enabled()
+        fused = fused and not torch.is_autocast_enabled(x.device.type) and not torch.compiler.is_compiling()
+        # torch's fused loss makes the logits itself: one row tells whether ours are that plain product, so a hack of
+        # logits() turns it off. A float32 step at 124M, 4 x 1,024, then peaks at 0.65 of the memory (bench.py
+        # --only=memory) and is no slower on a CPU. Float32 only, as the loss comes in the dtype of its inputs
+        if fused and torch.equal(self.logits(x[:1]), F.linear(x[:1], self.lm_head.weight)):
+            options = nn.LinearCrossEntropyOptions(batch_chunk_size=1024)
+            return F.linear_cross_entropy(x, self.lm_head.weight, targets, options=options)
+        return F.cross_entropy(self.logits(x).float(), targets)
 
     def forward(self, idx, targets=None, reduction=None):
         """
@@ -259,13 +281,13 @@ class GPT(nn.Module):
         x = F.dropout(x, self.config.dropout, self.training)
         for block in self.h:
             x = block(x, mask, self.tap)
-        x = self.ln_f(x)
+        x = self.ln_f(x)  # (B, T, C)
         if targets is None:
-            return self.lm_head(x), None  # (B, T, V)
+            return self.logits(x), None
         if reduction is None:
-            logits = self.lm_head(x)  # (B, T, V)
+            logits = self.logits(x)
             return logits, F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
-        loss = token_loss(x.flatten(0, 1), self.lm_head, targets.flatten(), reduction)
+        loss = self.loss(x.flatten(0, 1), targets.flatten(), reduction)
         return None, loss.view(targets.shape) if reduction == "none" else loss
 
     @staticmethod
@@ -329,7 +351,9 @@ class GPT(nn.Module):
         model = cls(config, seed)
         with torch.no_grad():
             for key, p in model.named_parameters():
-                w = source["transformer." + key]
+                w = source.get("transformer." + key)
+                if w is None:  # a parameter that GPT-2 does not have keeps its initial value
+                    continue
                 if key.endswith(("c_attn.weight", "c_proj.weight", "c_fc.weight")):
                     w = w.t()  # GPT-2 keeps (in, out), nn.Linear (out, in)
                 p.copy_(w[: config.block_size] if key == "wpe.weight" else w)

@@ -17,6 +17,7 @@ same batch, which is a function of (seed, s) alone.
 
 import contextlib
 import dataclasses
+import errno
 import fcntl
 import gc
 import hashlib
@@ -29,6 +30,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import textwrap
 import time
 import typing
@@ -92,9 +94,6 @@ class Config(GPTConfig):
     compile: bool | str = "auto"  # likewise
     deterministic: bool = True  # same command, same machine, same bits
 
-    def __post_init__(self):
-        """The model's own check waits for each arm, as model_config builds it."""
-
 
 TYPES = typing.get_type_hints(Config)
 SHAPE = ("block_size", "vocab_size")  # an arm that changed these would be measured on other windows
@@ -102,7 +101,133 @@ REFERENCES = ("unigram", "bigram")
 SOURCES = ("model.py", "configurator.py", "prepare.py", "train.py")
 
 # ---------------------------------------------------------------------------------------------------------------------
+# this process
+
+RANK, PROCESSES = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+TERMINAL = sys.stderr.isatty()
+STOP = {"signal": 0}
+
+
+class Stopped(Exception):
+    """A signal came, and the state is saved."""
+
+
+def say(text):
+    if RANK == 0:
+        tqdm.write(text)
+        sys.stdout.flush()
+
+
+def on_signal(number, frame):
+    """The first signal lets the step finish; the second ends the process as if there were no handler."""
+    STOP["signal"] = number
+    signal.signal(number, signal.SIG_DFL)
+
+
+def agreed(value):
+    """rank 0's value, on every rank."""
+    values = [value]
+    if PROCESSES > 1:
+        dist.broadcast_object_list(values)
+    return values[0]
+
+
+def finite(x):
+    """x, or None where JSON has no number for it."""
+    return x if math.isfinite(x) else None
+
+
+# ---------------------------------------------------------------------------------------------------------------------
 # configuration
+
+
+@contextlib.contextmanager
+def pretrained_errors():
+    try:
+        yield
+    except ImportError:
+        raise UserError("init_from needs transformers: pip install transformers") from None
+    except ValueError as e:
+        raise UserError(f"init_from: {e}") from None
+
+
+def model_config(config, arm, vocab_size):
+    """The GPTConfig of an arm; raises UserError."""
+    known = {f.name: TYPES[f.name] for f in dataclasses.fields(GPTConfig)}
+    values = {name: getattr(config, name) for name in known} | {"vocab_size": vocab_size}
+    for name, value in config.arms[arm].items():
+        if name in SHAPE:
+            raise UserError(f"arm {arm} sets {name}: then it would be measured on other text than the other arms")
+        if name in ("n_layer", "n_head", "n_embd", "bias", "n_kv_head") and config.init_from != "scratch":
+            raise UserError(
+                f"arm {arm} sets {name}, which the weights of init_from={config.init_from!r} fix for all arms"
+            )
+        if name not in known:
+            raise UserError(f"arm {arm} sets {name}, which is no flag of the model{nearest(name, known)}")
+        values[name] = typed(f"arm {arm}: {name}", value, known[name])
+    gpt_config = GPTConfig(**values)
+    try:
+        gpt_config.check()
+    except ValueError as e:
+        raise UserError(f"arm {arm}: {e}") from None
+    return gpt_config
+
+
+def checked_contrast(contrast, config):
+    """[arm, arm or reference], and perhaps [low, high] predicted with None for one open end; raises UserError."""
+    try:
+        a, b, *predicted = contrast if isinstance(contrast, list | tuple) else ()
+        if not type(a) is type(b) is str or a == b or len(predicted) > 1:
+            raise ValueError
+        for low, high in predicted:
+            ends = [x for x in (low, high) if x is not None]
+            if not ends or not all(type(x) in (int, float) and abs(x) < 1e9 for x in ends) or ends != sorted(set(ends)):
+                raise ValueError
+    except (TypeError, ValueError):
+        raise UserError(
+            f"contrast {contrast!r} must be a pair of two names, such as ('FFNOnly', 'AttnOnly'), and perhaps the"
+            " interval that is predicted, such as ('FFNOnly', 'unigram', (-0.02, 0.02)); None is an open end"
+        ) from None
+    for name, known in ((a, list(config.arms)), (b, [*config.arms, *REFERENCES])):
+        if name not in known:
+            raise UserError(f"contrast {contrast} names no arm with {name!r}{nearest(name, known)}")
+    return [a, b, *map(list, predicted)]
+
+
+LEAST = dict.fromkeys(("batch_size", "max_iters", "eval_interval", "log_interval", "checkpoint_interval"), 1)
+LEAST |= dict.fromkeys(("lr_decay_iters", "eval_tokens", "vocab_size", "micro_batch_size"), 1)
+LEAST |= dict.fromkeys(("learning_rate", "min_lr", "weight_decay", "beta1", "beta2", "grad_clip", "warmup_iters"), 0)
+CHOICES = {"device": ("auto", "cpu", "cuda", "mps"), "dtype": ("auto", "float32", "bfloat16")}
+CHOICES["compile"] = (True, False, "auto")
+
+
+def check_config(config):
+    """Raises UserError for what would train nothing, or something else than it says."""
+    for name, value in vars(config).items():
+        if isinstance(value, float) and not math.isfinite(value):
+            raise UserError(f"{name}={value} must be finite")
+        if value is not None and name in LEAST and value < LEAST[name]:
+            raise UserError(f"{name}={value} must be at least {LEAST[name]}")
+        if name in CHOICES and value not in CHOICES[name]:
+            raise UserError(f"{name}={value!r} must be one of {', '.join(map(str, CHOICES[name]))}")
+    if config.beta1 >= 1 or config.beta2 >= 1:
+        raise UserError(f"beta1={config.beta1} and beta2={config.beta2} must be below 1")
+    if not config.margin > 0 or not 0 < config.alpha < 0.5:
+        raise UserError(f"margin={config.margin} must be positive and alpha={config.alpha} between 0 and 0.5")
+    if not config.arms or not config.seeds or not config.out_dir:
+        raise UserError("arms, seeds and out_dir must not be empty")
+    for seed in config.seeds:
+        if type(seed) is not int or seed < 0 or config.seeds.count(seed) > 1:
+            raise UserError(f"seeds hold {seed!r}: each must be an integer from 0 on, and there once")
+    folders = [str(arm).lower() for arm in config.arms]  # one folder where the file system does not tell case
+    for arm, flags in config.arms.items():
+        if type(arm) is not str or not re.fullmatch(r"[A-Za-z0-9_+][A-Za-z0-9_.+-]{0,99}", arm) or arm in REFERENCES:
+            raise UserError(f"arm {arm!r}: a name is letters, digits and _+-. and neither unigram nor bigram")
+        if folders.count(arm.lower()) > 1 or arm.startswith(("plan.", "report.")):
+            raise UserError(f"arm {arm}: its folder has the name of another arm, or of a file of ours")
+        if type(flags) is not dict:
+            raise UserError(f"arm {arm} must be a dict of model flags, not {flags!r}")
+        model_config(config, arm, 1)
 
 
 def read_config(path, flags):
@@ -123,103 +248,14 @@ def read_config(path, flags):
         values[name] = typed(name, value, TYPES[name])
     config = Config(**values)
     config.seeds = list(config.seeds)
-    for c in config.contrasts:
-        names = isinstance(c, list | tuple) and len(c) in (2, 3) and all(isinstance(name, str) for name in c[:2])
-        if not names or not all(interval(x) for x in c[2:]):
-            raise UserError(
-                f"contrast {c!r} must be a pair of two names, such as ('FFNOnly', 'AttnOnly'), and perhaps the interval"
-                " that is predicted, such as ('FFNOnly', 'unigram', (-0.02, 0.02)); None is an open end"
-            )
-    config.contrasts = [[*c[:2], *map(list, c[2:])] for c in config.contrasts]
     config.out_dir = str(Path("out") / Path(path).stem) if config.out_dir is None else config.out_dir
     config.lr_decay_iters = config.max_iters if config.lr_decay_iters is None else config.lr_decay_iters
     check_config(config)
+    config.contrasts = [checked_contrast(c, config) for c in config.contrasts]
+    pairs = [c[:2] for c in config.contrasts]
+    if repeated := [pair for pair in pairs if pairs.count(pair) > 1]:
+        raise UserError(f"contrast {repeated[0]} is planned twice")
     return config
-
-
-def interval(x):
-    """Is x a pair of numbers in order, with None for one open end?"""
-    if not isinstance(x, list | tuple) or len(x) != 2:
-        return False
-    low, high = x
-    numbers = all(type(v) in (int, float) and abs(v) < 1e9 for v in x if v is not None)
-    return x.count(None) < 2 and numbers and (None in x or low < high)
-
-
-def check_config(config):
-    least = dict.fromkeys(("batch_size", "max_iters", "eval_interval", "log_interval", "checkpoint_interval"), 1)
-    least |= dict.fromkeys(("lr_decay_iters", "eval_tokens", "vocab_size", "micro_batch_size"), 1)
-    least |= dict.fromkeys(
-        ("learning_rate", "min_lr", "weight_decay", "beta1", "beta2", "grad_clip", "warmup_iters"), 0
-    )
-    for name, value in vars(config).items():
-        if isinstance(value, float) and not math.isfinite(value):
-            raise UserError(f"{name}={value} must be finite")
-        if value is not None and name in least and value < least[name]:
-            raise UserError(f"{name}={value} must be at least {least[name]}")
-    if config.beta1 >= 1 or config.beta2 >= 1:
-        raise UserError(f"beta1={config.beta1} and beta2={config.beta2} must be below 1")
-    if not config.out_dir:
-        raise UserError("out_dir must not be empty")
-    if not config.margin > 0 or not 0 < config.alpha < 0.5:
-        raise UserError(f"margin={config.margin} must be positive and alpha={config.alpha} between 0 and 0.5")
-    for name, choices in (("device", ("auto", "cpu", "cuda", "mps")), ("dtype", ("auto", "float32", "bfloat16"))):
-        if getattr(config, name) not in choices:
-            raise UserError(f"{name}={getattr(config, name)!r} must be one of {', '.join(choices)}")
-    if config.compile not in (True, False, "auto"):
-        raise UserError(f"compile={config.compile!r} must be True, False or auto")
-    if not config.arms or not config.seeds:
-        raise UserError("arms and seeds must not be empty")
-    for seed in config.seeds:
-        if type(seed) is not int or seed < 0 or config.seeds.count(seed) > 1:
-            raise UserError(f"seeds hold {seed!r}: each must be an integer from 0 on, and there once")
-    lower = [str(arm).lower() for arm in config.arms]
-    for arm, overrides in config.arms.items():
-        if type(arm) is not str or not re.fullmatch(r"[A-Za-z0-9_+][A-Za-z0-9_.+-]{0,99}", arm) or arm in REFERENCES:
-            raise UserError(f"arm {arm!r}: a name is letters, digits and _+-. and neither unigram nor bigram")
-        if arm.startswith(("plan.", "report.")):
-            raise UserError(f"arm {arm}: its folder would have the name of a file of ours")
-        if lower.count(arm.lower()) > 1:  # one folder where the file system does not tell case
-            raise UserError(f"two arms are named {arm}: give each a name of its own")
-        if type(overrides) is not dict:
-            raise UserError(f"arm {arm} must be a dict of model flags, not {overrides!r}")
-        model_config(config, arm, 1)
-    for contrast in config.contrasts:
-        if sum(c[:2] == contrast[:2] for c in config.contrasts) > 1 or contrast[0] == contrast[1]:
-            raise UserError(f"contrast {contrast[:2]} must be of two names, and there once")
-        for name, known in zip(contrast[:2], (list(config.arms), [*config.arms, *REFERENCES]), strict=True):
-            if name not in known:
-                raise UserError(f"contrast {contrast} names no arm with {name!r}{nearest(name, known)}")
-
-
-def model_config(config, arm, vocab_size):
-    """The GPTConfig of an arm; raises UserError."""
-    known = {f.name: TYPES[f.name] for f in dataclasses.fields(GPTConfig)}
-    values = {name: getattr(config, name) for name in known} | {"vocab_size": vocab_size}
-    for name, value in config.arms[arm].items():
-        if name in SHAPE:
-            raise UserError(f"arm {arm} sets {name}: then it would be measured on other text than the other arms")
-        if name in ("n_layer", "n_head", "n_embd", "bias", "n_kv_head") and config.init_from != "scratch":
-            raise UserError(
-                f"arm {arm} sets {name}, which the weights of init_from={config.init_from!r} fix for all arms"
-            )
-        if name not in known:
-            raise UserError(f"arm {arm} sets {name}, which is no flag of the model{nearest(name, known)}")
-        values[name] = typed(f"arm {arm}: {name}", value, known[name])
-    try:
-        return GPTConfig(**values)
-    except ValueError as e:
-        raise UserError(f"arm {arm}: {e}") from None
-
-
-@contextlib.contextmanager
-def pretrained_errors():
-    try:
-        yield
-    except ImportError:
-        raise UserError("init_from needs transformers: pip install transformers") from None
-    except ValueError as e:
-        raise UserError(f"init_from: {e}") from None
 
 
 def first_model(config, arm, seed):
@@ -301,10 +337,44 @@ def make_plan(config, data):
     }
 
 
+def check_disk(out):
+    """Raises UserError unless locks, renames and hard links work in the folder: on them rests that no work is mixed."""
+    try:
+        with (
+            tempfile.TemporaryDirectory(prefix="probe-", dir=out) as place,
+            open(f"{place}/lock", "a") as one,
+            open(f"{place}/lock", "a") as other,
+        ):
+            fcntl.flock(one, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            os.link(f"{place}/lock", f"{place}/link")
+            os.replace(f"{place}/link", f"{place}/moved")
+            with contextlib.suppress(BlockingIOError):
+                fcntl.flock(other, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                raise OSError(errno.ENOLCK, "two processes get one lock")
+    except OSError as e:
+        what = f"{out} is on a file system without working locks, renames or hard links ({e.strerror})"
+        raise UserError(f"{what}: choose another --out_dir") from None
+
+
+@contextlib.contextmanager
+def locked(path, wait=False):
+    """Hold a file lock; yields False if another process holds it. The lock of a process that dies is free at once."""
+    with open(path, "a") as f:
+        try:
+            fcntl.flock(f, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+        except BlockingIOError:
+            yield False
+            return
+        except OSError as e:
+            raise UserError(f"{path} can't be locked ({e.strerror}): --out_dir must be on a disk with flock") from None
+        yield True
+
+
 def bind_plan(out, new, amend):
     """Write plan.json, or compare with the one that is there; another plan stops the command unless amended."""
     path = out / "plan.json"
     out.mkdir(parents=True, exist_ok=True)
+    check_disk(out)
     new = json.loads(json.dumps(new))  # as it will be read back: lists for tuples, strings for keys
     with locked(out / "plan.lock", wait=True):
         plan, lines = new, []
@@ -329,20 +399,6 @@ def bind_plan(out, new, amend):
             text = json.dumps({k: v for k, v in plan.items() if k != last}, indent=1)
             f.write(f"{text[:-2]},\n {json.dumps(last)}: {json.dumps(plan[last])}\n}}\n")
     return plan
-
-
-@contextlib.contextmanager
-def locked(path, wait=False):
-    """Hold a file lock; yields False if another process holds it. The lock of a process that dies is free at once."""
-    with open(path, "a") as f:
-        try:
-            fcntl.flock(f, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
-        except BlockingIOError:
-            yield False
-            return
-        except OSError as e:
-            raise UserError(f"{path} can't be locked ({e.strerror}): --out_dir must be on a disk with flock") from None
-        yield True
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -403,13 +459,17 @@ def take_step(model, optimizer, rows, micro, autocast, grad_clip, key=None):
     return total, norm
 
 
+def write_log(folder, rows):
+    with whole_file(folder / "log.jsonl") as f:
+        f.writelines(json.dumps(row) + "\n" for row in rows)
+
+
 def save_state(folder, state):
     """state.pt, from which a run resumes to the bit, and log.jsonl up to the same step."""
+    if (folder / "ckpt.pt").exists():  # two machines that don't see each other's locks
+        raise FileExistsError(folder / "ckpt.pt")
     with whole_file(folder / "state.pt", "wb") as f:
         torch.save(state | {"digest": digest(state)}, f)
-    if (folder / "ckpt.pt").exists():  # another process finished this run, where locks do not work
-        (folder / "state.pt").unlink(missing_ok=True)
-        raise UserError(f"{folder} has a ckpt.pt already")
     write_log(folder, state["rows"])
 
 
@@ -428,146 +488,6 @@ def load_state(folder, record):
     except Exception as e:  # a damaged file can raise anything in its reader
         say(f"{path} can't be resumed ({textwrap.shorten(str(e), 200)}): this run starts from its beginning")
         return None
-
-
-def finite(x):
-    """x, or None where JSON has no number for it."""
-    return x if math.isfinite(x) else None
-
-
-def write_log(folder, rows):
-    with whole_file(folder / "log.jsonl") as f:
-        f.writelines(json.dumps(row) + "\n" for row in rows)
-
-
-def train_run(config, arm, seed, data, record, folder, bar):
-    """Train one run, or the rest of it, and save it -> the last row of its log."""
-    rank, processes = RANK, PROCESSES
-    kind, T = config.device, config.block_size
-    device = torch.device(kind, torch.cuda.current_device()) if kind == "cuda" else torch.device(kind)
-    share = config.batch_size // processes  # sequences a step of this process
-    micro = config.micro_batch_size or share
-    raw = first_model(config, arm, seed)
-    if config.init_from != "scratch" and digest(dict(raw.named_parameters())) != record["data"]["init_from_sha256"]:
-        raise UserError(f"init_from: the weights of {config.init_from!r} have changed since the plan was written")
-    raw.to(device)
-    optimizer = make_optimizer(raw, config)
-    step, rows = 0, []
-    if (state := load_state(folder, record)) is not None:
-        raw.load_state_dict(state["model"])
-        optimizer.load_state_dict(state["optimizer"])
-        step, rows = state["step"], state["rows"]
-        say(f"{arm} seed{seed}: resumes at step {step}")
-    if config.compile:  # as in a fresh process: after 8 variants of a function torch goes on without compiling
-        torch.compiler.reset()
-    model = torch.compile(raw) if config.compile else raw
-    path_model = model  # the training path, for the audit
-    if dist.is_initialized():
-        ids = [device.index] if kind == "cuda" else None
-        warnings.filterwarnings("ignore", "`broadcast_buffers` is deprecated")  # its new name is absent before 2.13
-        model = torch.nn.parallel.DistributedDataParallel(model, device_ids=ids, broadcast_buffers=False)
-    autocast = torch.autocast(kind, torch.bfloat16, enabled=config.dtype == "bfloat16")
-    if model is not path_model and step:
-        # DDP lays its buckets of gradients out anew after the first backward pass of a process. One whose gradients are
-        # dropped, or the first step after a resume would add up in another order than that of an undisturbed run
-        w = batch(data["train"], seed, step, micro, T).to(device)  # (micro, T + 1)
-        with autocast:
-            _, loss = model(w[:, :-1], w[:, 1:], reduction="mean")
-        loss.backward()
-        optimizer.zero_grad(set_to_none=True)
-    log = wandb_run(config, arm, seed, record, rows) if config.wandb_log and rank == 0 else None
-
-    def validate():  # -> (n,) float64, the loss of each window
-        losses = window_losses(raw, data["windows"], rank, processes)
-        if processes > 1:
-            losses = losses.to(device)
-            dist.all_reduce(losses)
-        return losses.cpu()
-
-    raw.train()
-    bar.reset(config.max_iters)
-    bar.initial = bar.n = step
-    bar.set_description(f"{arm} seed{seed}")
-    status, seconds, tokens, pace = "finished", 0.0, 0, ""
-    while step < config.max_iters:
-        row = {"iter": step}
-        if step % config.eval_interval == 0:
-            loss = float(validate().mean())
-            row["val_loss"] = finite(loss)
-            if not TERMINAL:  # there a bar shows it
-                say(f"{arm} seed{seed} step {step}/{config.max_iters}: val {loss:.4f}{pace}")
-        start = time.perf_counter()
-        for group in optimizer.param_groups:
-            group["lr"] = learning_rate(config, step)
-        w = batch(data["train"], seed, step, config.batch_size, T)[rank * share : (rank + 1) * share]  # (share, T + 1)
-        key = (seed, "dropout", step, rank) if raw.config.dropout else None
-        loss, norm = take_step(model, optimizer, w.to(device), micro, autocast, config.grad_clip, key)
-        if processes > 1:  # the mean over processes, and whether one of them was told to stop
-            both = torch.stack([loss / processes, torch.tensor(float(STOP["signal"]), device=device)])
-            dist.all_reduce(both)
-            loss, stop = both.tolist()
-        else:
-            loss, stop = float(loss), STOP["signal"]
-        seconds += time.perf_counter() - start
-        tokens += config.batch_size * T
-        if not math.isfinite(loss):
-            status = "diverged"
-        if step % config.log_interval == 0 or status == "diverged":
-            row |= {"loss": finite(loss), "lr": group["lr"], "grad_norm": finite(float(norm))}
-            row["tokens_per_second"] = tokens / seconds
-            left = (config.max_iters - step) * config.batch_size * T / row["tokens_per_second"]
-            pace = f", loss {loss:.4f}, {row['tokens_per_second']:,.0f} tokens/s"
-            bar.set_postfix_str(pace[2:], refresh=False)
-            pace += f", {left:.0f} s left"
-            seconds, tokens = 0.0, 0
-        if len(row) > 1:
-            rows.append(row)
-            if log:
-                log.log(row)
-        step += 1
-        bar.update()
-        if status == "diverged":
-            break
-        if stop or step % config.checkpoint_interval == 0 and step < config.max_iters:
-            if rank == 0:
-                state = {"model": raw.state_dict(), "optimizer": optimizer.state_dict()}
-                save_state(folder, state | {"step": step, "rows": rows, "record": record})
-            if stop:
-                say(f"{arm} seed{seed}: stopped and saved at step {step}; the same command resumes it")
-                if log:
-                    log.finish()
-                raise Stopped
-
-    losses = validate()
-    if not bool(losses.isfinite().all()):
-        status = "diverged"
-    final = {"iter": step, "val_loss": float(losses.mean()) if status == "finished" else None}
-    rows.append(final)
-    if rank == 0:
-        if raw.config.dropout:
-            raw.eval()
-        fixed = batch(data["train"], seed, config.max_iters, config.batch_size, T)[:micro]  # (micro, T + 1)
-        with autocast:  # with gradients, as without them torch may take, or compile, another path
-            _, path_loss = path_model(fixed[:, :-1].to(device), fixed[:, 1:].to(device), reduction="mean")
-        chip = torch.cuda.get_device_name() if kind == "cuda" else platform.processor() or platform.machine()
-        final |= {
-            "status": status,
-            "training_path_loss": finite(float(path_loss.detach())),
-            **record,
-            "processes": processes,
-            "threads": torch.get_num_threads(),
-            "torch": str(torch.__version__),
-            "device_name": chip,
-            "window_losses": losses.tolist() if status == "finished" else None,
-        }
-        ckpt = {k: v for k, v in final.items() if k not in ("iter", "val_loss")}
-        ckpt |= {"step": step, "val_history": [[r["iter"], r["val_loss"]] for r in rows if "val_loss" in r]}
-        ckpt |= {"window_losses": losses, "training_path_batch": fixed.int(), "model": raw.state_dict()}
-        finish(folder, rows, ckpt)
-        if log:
-            log.log({k: final[k] for k in ("iter", "val_loss")})
-            log.finish()
-    return final
 
 
 def finish(folder, rows, ckpt):
@@ -596,36 +516,169 @@ def wandb_run(config, arm, seed, record, rows):
     return log
 
 
+def autocast(config):
+    return torch.autocast(config.device, torch.bfloat16, enabled=config.dtype == "bfloat16")
+
+
+def device_of(config):
+    """The device of this process, with its number where there may be several."""
+    return torch.device(config.device, torch.cuda.current_device()) if config.device == "cuda" else config.device
+
+
+def wrapped(raw, config):
+    """The model as it is trained -> (the compiled model, and the same with its gradients shared among processes)."""
+    if config.compile:  # as in a fresh process: after 8 variants of a function torch goes on without compiling
+        torch.compiler.reset()
+    alone = torch.compile(raw) if config.compile else raw
+    if not dist.is_initialized():
+        return alone, alone
+    ids = [torch.cuda.current_device()] if config.device == "cuda" else None
+    warnings.filterwarnings("ignore", "`broadcast_buffers` is deprecated")  # its new name is absent before 2.13
+    return alone, torch.nn.parallel.DistributedDataParallel(alone, device_ids=ids, broadcast_buffers=False)
+
+
+def settle_buckets(model, optimizer, config, rows):
+    """
+    One backward pass whose gradients are dropped, with rows (n, T + 1).
+
+    DDP lays its buckets of gradients out anew after the first backward pass of a process: without this the first step
+    after a resume would add up in another order than that of an undisturbed run.
+    """
+    with autocast(config):
+        _, loss = model(rows[:, :-1], rows[:, 1:], reduction="mean")
+    loss.backward()
+    optimizer.zero_grad(set_to_none=True)
+
+
+def validate(raw, windows, device):
+    """The loss of each window (n,), float64, measured by all processes together."""
+    losses = window_losses(raw, windows, RANK, PROCESSES)
+    if PROCESSES > 1:
+        losses = losses.to(device)
+        dist.all_reduce(losses)
+    return losses.cpu()
+
+
+def over_processes(loss, device):
+    """-> (the mean loss of all processes, the signal that any of them was sent, or 0)."""
+    if PROCESSES == 1:
+        return float(loss), STOP["signal"]
+    both = torch.stack([loss / PROCESSES, torch.tensor(float(STOP["signal"]), device=device)])
+    dist.all_reduce(both)
+    return both.tolist()
+
+
+def last_row(raw, alone, config, seed, data, record, step, losses, device):
+    """The row that ends a run's log: what regenerates every report, and what the audit measures again."""
+    micro = config.micro_batch_size or config.batch_size // PROCESSES
+    fixed = batch(data["train"], seed, config.max_iters, config.batch_size, config.block_size)[:micro]  # (micro, T + 1)
+    if raw.config.dropout:
+        raw.eval()
+    with autocast(config):  # with gradients, as without them torch may take, or compile, another path
+        _, path_loss = alone(fixed[:, :-1].to(device), fixed[:, 1:].to(device), reduction="mean")
+    chip = torch.cuda.get_device_name() if config.device == "cuda" else platform.processor() or platform.machine()
+    return fixed, {
+        "iter": step,
+        "val_loss": None if losses is None else float(losses.mean()),
+        "status": "diverged" if losses is None else "finished",
+        "training_path_loss": finite(float(path_loss.detach())),
+        **record,
+        "processes": PROCESSES,
+        "threads": torch.get_num_threads(),
+        "torch": str(torch.__version__),
+        "device_name": chip,
+        "window_losses": None if losses is None else losses.tolist(),
+    }
+
+
+def train_run(config, arm, seed, data, record, folder, bar):
+    """Train one run, or the rest of it, and save it -> the last row of its log."""
+    device, name = device_of(config), f"{arm} seed{seed}"
+    share = config.batch_size // PROCESSES  # sequences a step of this process
+    micro = config.micro_batch_size or share
+    raw = first_model(config, arm, seed)
+    if config.init_from != "scratch" and digest(dict(raw.named_parameters())) != record["data"]["init_from_sha256"]:
+        raise UserError(f"init_from: the weights of {config.init_from!r} have changed since the plan was written")
+    raw.to(device)
+    optimizer = make_optimizer(raw, config)
+    step, rows = 0, []
+    if (state := load_state(folder, record)) is not None:
+        raw.load_state_dict(state["model"])
+        optimizer.load_state_dict(state["optimizer"])
+        step, rows = state["step"], state["rows"]
+        say(f"{name}: resumes at step {step}")
+    alone, model = wrapped(raw, config)
+    raw.train()
+    if model is not alone and step:
+        first = batch(data["train"], seed, step, micro, config.block_size)
+        settle_buckets(model, optimizer, config, first.to(device))
+    log = wandb_run(config, arm, seed, record, rows) if config.wandb_log and RANK == 0 else None
+    bar.reset(config.max_iters)
+    bar.initial = bar.n = step
+    bar.set_description(name)
+    finished, seconds, tokens, pace = True, 0.0, 0, ""
+    while finished and step < config.max_iters:
+        row = {"iter": step}
+        if step % config.eval_interval == 0:
+            loss = float(validate(raw, data["windows"], device).mean())
+            row["val_loss"] = finite(loss)
+            if not TERMINAL:  # there a bar shows it
+                say(f"{name} step {step}/{config.max_iters}: val {loss:.4f}{pace}")
+        start = time.perf_counter()
+        for group in optimizer.param_groups:
+            group["lr"] = learning_rate(config, step)
+        w = batch(data["train"], seed, step, config.batch_size, config.block_size)  # (batch_size, T + 1)
+        w = w[RANK * share : (RANK + 1) * share].to(device)  # (share, T + 1)
+        key = (seed, "dropout", step, RANK) if raw.config.dropout else None
+        loss, norm = take_step(model, optimizer, w, micro, autocast(config), config.grad_clip, key)
+        loss, stop = over_processes(loss, device)
+        seconds += time.perf_counter() - start
+        tokens += config.batch_size * config.block_size
+        finished = math.isfinite(loss)
+        if step % config.log_interval == 0 or not finished:
+            rate = tokens / seconds
+            row |= {"loss": finite(loss), "lr": group["lr"], "grad_norm": finite(float(norm))}
+            row["tokens_per_second"] = rate
+            left = (config.max_iters - step) * config.batch_size * config.block_size / rate
+            bar.set_postfix_str(f"loss {loss:.4f}, {rate:,.0f} tokens/s", refresh=False)
+            pace = f", loss {loss:.4f}, {rate:,.0f} tokens/s, {left:.0f} s left"
+            seconds, tokens = 0.0, 0
+        if len(row) > 1:
+            rows.append(row)
+            if log:
+                log.log(row)
+        step += 1
+        bar.update()
+        if finished and (stop or step % config.checkpoint_interval == 0 and step < config.max_iters):
+            if RANK == 0:
+                state = {"model": raw.state_dict(), "optimizer": optimizer.state_dict()}
+                save_state(folder, state | {"step": step, "rows": rows, "record": record})
+            if stop:
+                say(f"{name}: stopped and saved at step {step}; the same command resumes it")
+                if log:
+                    log.finish()
+                raise Stopped
+
+    losses = validate(raw, data["windows"], device)
+    if not finished or not bool(losses.isfinite().all()):
+        losses = None
+    if RANK > 0:
+        return None
+    fixed, last = last_row(raw, alone, config, seed, data, record, step, losses, device)
+    rows.append(last)
+    ckpt = {k: v for k, v in last.items() if k not in ("iter", "val_loss")}
+    ckpt |= {"step": step, "val_history": [[r["iter"], r["val_loss"]] for r in rows if "val_loss" in r]}
+    finish(
+        folder, rows, ckpt | {"window_losses": losses, "training_path_batch": fixed.int(), "model": raw.state_dict()}
+    )
+    if log:
+        log.log({k: last[k] for k in ("iter", "val_loss")})
+        log.finish()
+    return last
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # the experiment
-
-RANK, PROCESSES = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
-TERMINAL = sys.stderr.isatty()
-STOP = {"signal": 0}
-
-
-class Stopped(Exception):
-    """A signal came, and the state is saved."""
-
-
-def say(text):
-    if RANK == 0:
-        tqdm.write(text)
-        sys.stdout.flush()
-
-
-def on_signal(number, frame):
-    """The first signal lets the step finish; the second ends the process as if there were no handler."""
-    STOP["signal"] = number
-    signal.signal(number, signal.SIG_DFL)
-
-
-def agreed(value):
-    """rank 0's value, on every rank."""
-    values = [value]
-    if PROCESSES > 1:
-        dist.broadcast_object_list(values)
-    return values[0]
 
 
 def choose(config):
@@ -712,6 +765,26 @@ def open_data(config):
     return data
 
 
+def held_runs(runs):
+    """
+    The runs that are left to train, one after another, each locked until the next is asked for.
+
+    runs: {(arm, seed): folder}. It ends when a whole pass finds none: the run of a process that died is taken over.
+    """
+    taken = True
+    while taken:
+        taken = False
+        for run, folder in runs.items():
+            with contextlib.ExitStack() as held:
+                mine = False
+                if RANK == 0 and not (folder / "ckpt.pt").exists():
+                    folder.mkdir(parents=True, exist_ok=True)
+                    mine = held.enter_context(locked(folder / "lock")) and not (folder / "ckpt.pt").exists()
+                if agreed(mine):
+                    taken = True
+                    yield run, folder
+
+
 def main(argv):
     known = {k: v for k, v in TYPES.items() if k != "contrasts"}
     known |= {"arms": str, "seeds": str, "amend": str, "plan": bool, "help": bool, "gradient_accumulation_steps": int}
@@ -739,39 +812,26 @@ def main(argv):
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, on_signal)
 
-    runs = [(arm, seed) for seed in seeds for arm in arms]
+    runs = {(arm, seed): out / arm / f"seed{seed}" for seed in seeds for arm in arms}
+    binding = {k: v for k, v in plan["config"].items() if k not in NOT_BINDING}
     all_runs = tqdm(total=len(runs), unit="run", desc=out.name, disable=not TERMINAL or RANK > 0)
     bar = tqdm(total=config.max_iters, unit="step", leave=False, disable=not TERMINAL or RANK > 0)
-    taken = True
-    while taken:  # until a whole pass finds nothing: the run of a process that died is taken over
-        taken = False
-        for arm, seed in runs:
-            folder = out / arm / f"seed{seed}"
-            with contextlib.ExitStack() as held:
-                mine = False
-                if RANK == 0 and not (folder / "ckpt.pt").exists():
-                    folder.mkdir(parents=True, exist_ok=True)
-                    mine = held.enter_context(locked(folder / "lock")) and not (folder / "ckpt.pt").exists()
-                if not agreed(mine):
-                    continue
-                taken = True
-                binding = {k: v for k, v in plan["config"].items() if k not in NOT_BINDING}
-                record = {"arm": arm, "seed": seed, "config": binding | plan["arms"][arm]}
-                record |= {k: plan[k] for k in ("data", "source", "commit")}
-                try:
-                    last = train_run(config, arm, seed, data, record, folder, bar)
-                except (UserError, FileExistsError):
-                    if not (folder / "ckpt.pt").exists():
-                        raise
-                    say(f"{folder}: another process has finished this run, its files stay; do locks work on this disk?")
-                    continue
-                loss = "diverged" if last["val_loss"] is None else f"{last['val_loss']:.4f} nats"
-                say(f"{arm} seed{seed}: {loss} after {last['iter']} steps")
-            all_runs.n = sum((out / a / f"seed{s}" / "ckpt.pt").exists() for a, s in runs)
-            all_runs.refresh()
+    for (arm, seed), folder in held_runs(runs):
+        record = {"arm": arm, "seed": seed, "config": binding | plan["arms"][arm]}
+        record |= {k: plan[k] for k in ("data", "source", "commit")}
+        try:
+            last = train_run(config, arm, seed, data, record, folder, bar)
+        except FileExistsError:
+            say(f"{folder}: another process has finished this run, its files stay; do locks work on this disk?")
+            continue
+        if RANK == 0:
+            loss = "diverged" if last["val_loss"] is None else f"{last['val_loss']:.4f} nats"
+            say(f"{arm} seed{seed}: {loss} after {last['iter']} steps")
+        all_runs.n = sum((folder / "ckpt.pt").exists() for folder in runs.values())
+        all_runs.refresh()
     bar.close()
     all_runs.close()
-    left = sum(not (out / a / f"seed{s}" / "ckpt.pt").exists() for a, s in runs)
+    left = sum(not (folder / "ckpt.pt").exists() for folder in runs.values())
     others = f", {left} are with other processes" if left else ""
     planned = len(plan["arms"]) * len(plan["seeds"])
     narrowed = f" (of {planned} planned)" if planned > len(runs) else ""

@@ -359,7 +359,7 @@ def test_generate():
 )
 def test_impossible_configs(flags, message):
     with pytest.raises(ValueError, match=message):
-        GPTConfig(**(TINY | flags))
+        GPT(GPTConfig(**(TINY | flags)))
 
 
 def test_defaults_are_gpt2_and_the_config_is_plain_data():

@@ -358,8 +358,16 @@ def test_a_run_of_a_killed_process_is_taken_over_at_once(place):
 
 
 def test_two_writers_where_locks_do_not_work(place, monkeypatch, capsys):
-    """T12b: a file system that grants every lock. Whole files only, and the second says so."""
-    monkeypatch.setattr(train.fcntl, "flock", lambda *a: None)
+    """T12b: such a place is refused; and of two machines that don't see each other's locks the second says so."""
+    with monkeypatch.context() as patch:
+        patch.setattr(train.fcntl, "flock", lambda *a: None)
+        with pytest.raises(UserError, match="x is on a file system without working locks.*one lock.*--out_dir"):
+            run("--out_dir=x")
+    with monkeypatch.context() as patch:
+        patch.setattr(train.os, "link", lambda *a: os.stat("/nowhere"))
+        with pytest.raises(UserError, match="x is on a file system without working locks"):
+            run("--out_dir=x")
+    assert not list(Path("x").iterdir())
     run("--out_dir=x", "--arms=Full", "--seeds=0")
     first = {p.name: p.read_bytes() for p in Path("x/Full/seed0").iterdir()}
     train_run, done = train.train_run, Path("x/Full/seed0/ckpt.pt").read_bytes()
@@ -399,7 +407,7 @@ def test_a_plan_binds(place, capsys):
 BAD = [
     (["--learning_rte=1"], "unknown flag --learning_rte, did you mean --learning_rate?"),
     (["--max_iters=ten"], "--max_iters='ten' is of type str, it must be int"),
-    (["--compile=1"], "compile='1' must be True, False or auto"),
+    (["--compile=1"], "compile='1' must be one of True, False, auto"),
     (["--device"], "--device needs a value"),
     (["--batch_size=8", "--micro_batch_size=3"], "micro_batch_size=3 does not divide the 8 sequences"),
     (["--block_size=2000"], "validation tokens are too few for one window of 2000"),
@@ -449,7 +457,7 @@ CONFIGS = [
     ("contrasts = [('Full', 'FFNonly')]", "names no arm with 'FFNonly', did you mean FFNOnly?"),
     ("contrasts = [('unigram', 'Full')]", "names no arm with 'unigram'"),
     ("arms = {'A': {}, 'A': {'bias': True}}", "names 'A' twice in one dict"),
-    ("arms = {'A': {}, 'a': {'bias': True}}\ncontrasts = []", "two arms are named"),
+    ("arms = {'A': {}, 'a': {'bias': True}}\ncontrasts = []", "its folder has the name of another arm"),
     ("arms = {'A': {'attn_residul': False}}\ncontrasts = []", "no flag of the model, did you mean attn_residual?"),
     ("arms = {'A': {'attn_residual': 0}}\ncontrasts = []", "attn_residual=0 is of type int, it must be bool"),
     ("arms = {'Short': {'block_size': 8}}\ncontrasts = []", "arm Short sets block_size"),
@@ -467,11 +475,11 @@ CONFIGS = [
     ("alpha = 0.5", "between 0 and 0.5"),
     ("contrasts = [('FFNOnly', 'Full', (None, None))]", "perhaps the interval that is predicted"),
     ("contrasts = [('FFNOnly', 'Full', (0, float('nan')))]", "perhaps the interval that is predicted"),
-    ("contrasts = [('FFNOnly', 'Full'), ('FFNOnly', 'Full', (0, 1))]", "and there once"),
+    ("contrasts = [('FFNOnly', 'Full'), ('FFNOnly', 'Full', (0, 1))]", "is planned twice"),
     ("x = 1\nmax_iters = 1 / 0", "ZeroDivisionError"),
     ("max_iters = (", "SyntaxError"),
     ("contrasts = [(1, 'Full')]", "must be a pair of two names"),
-    ("arms = {'plan.json': {}}\ncontrasts = []", "the name of a file of ours"),
+    ("arms = {'plan.json': {}}\ncontrasts = []", "or of a file of ours"),
     ("raise SystemExit(3)", "config toy.py, line"),
     ("max_iters = 0", "max_iters=0 must be at least 1"),
 ]
