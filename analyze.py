@@ -58,15 +58,13 @@ def paired(a, b, margin=None, alpha=0.05, m=1):
     a: (n,), b: (n,) or a number; pairs by position, None or a non-finite value where there is none. margin: half-width
     within which the two count as equivalent. m: number of planned contrasts, for mde80 at level alpha / m.
 
-    Returns a dict; what is not defined is None, and where there is no t test `reason` says why. Besides, bca95 needs
-    five pairs, sd_ratio and p_pitman_morgan two arms, and the latter three pairs. Its keys:
+    Returns a dict; what is not defined is None, and where there is no t test `reason` says why. Besides, sd_ratio and
+    p_pitman_morgan need two arms, and the latter three pairs. Its keys:
     n, mean, sd, dz = mean / sd, t, df, p and the intervals ci95, ci90 (paired t test: differences normal, pairs
     independent), p_signflip (exact sign-flip test of a symmetric difference for n <= 20, else 99,999 seeded flips) and
-    p_signflip_min, the least value it can take, bca95 (bias-corrected and accelerated bootstrap, Efron 1987; it covers
-    about 0.885 at n = 8 and 0.84 at n = 5, so it describes and decides nothing; None under n = 5), ranges_overlap,
-    equivalent (ci90 within the margin, two one-sided tests, Schuirmann 1987), sd_ratio = sd(a) / sd(b) with
-    p_pitman_morgan (Pitman 1939, Morgan 1939: equal variances of pairs), mde80 (the difference that a test at
-    alpha / m would have found with 80% power).
+    p_signflip_min, the least value it can take, ranges_overlap, equivalent (ci90 within the margin, two one-sided
+    tests, Schuirmann 1987), sd_ratio = sd(a) / sd(b) with p_pitman_morgan (Pitman 1939, Morgan 1939: equal variances
+    of pairs), mde80 (the difference that a test at alpha / m would have found with 80% power).
 
     A pair that is missing voids the comparison: it is never computed on the rest. Differences that are equal up to
     rounding have no standard error, so no t, p or interval; the sign-flip test needs none and stays.
@@ -76,7 +74,7 @@ def paired(a, b, margin=None, alpha=0.05, m=1):
     b = np.full(len(a), b, np.float64) if one_sample else np.array([np.nan if x is None else x for x in b], np.float64)
     if len(a) != len(b):
         raise ValueError(f"a has {len(a)} values and b {len(b)}: they are no pairs")
-    names = "mean sd ci95 ci90 t df p p_signflip p_signflip_min bca95 dz ranges_overlap equivalent sd_ratio"
+    names = "mean sd ci95 ci90 t df p p_signflip p_signflip_min dz ranges_overlap equivalent sd_ratio"
     r = {"n": len(a)} | dict.fromkeys(names.split() + ["p_pitman_morgan", "mde80", "reason"])
     missing = np.flatnonzero(~(np.isfinite(a) & np.isfinite(b)))
     if len(a) == 0 or len(missing):
@@ -106,9 +104,6 @@ def paired(a, b, margin=None, alpha=0.05, m=1):
         r["equivalent"] = bool(-margin < r["ci90"][0] and r["ci90"][1] < margin)
     ncp = special.nctdtrinc(n - 1, 0.2, stats.t.ppf(1 - alpha / (2 * m), n - 1))
     r["mde80"] = float(sd * ncp / math.sqrt(n)) if math.isfinite(ncp) else None
-    if n >= 5:
-        bca = stats.bootstrap((d,), np.mean, method="BCa", rng=np.random.default_rng(0)).confidence_interval
-        r["bca95"] = [float(bca.low), float(bca.high)] if math.isfinite(bca.low + bca.high) else None
     return r
 
 
@@ -148,18 +143,12 @@ def standard_errors(d, block=16):
     """
     Would more seeds help, or more text? d: (seeds, windows) differences -> (se_seed, se_text) of their mean.
 
-    Bootstrap (Efron 1979): seeds resampled with the windows fixed; blocks of consecutive windows, which are alike,
-    resampled with the seeds fixed. None where there are fewer than two to resample.
+    sd / sqrt(n) over seeds with the windows fixed, and over blocks of consecutive windows, which are alike, with the
+    seeds fixed. None where there are fewer than two.
     """
-    out = []
     usable = d.shape[1] // block * block
-    for x in (d.mean(1), d[:, :usable].mean(0).reshape(-1, block).mean(1)):
-        if len(x) < 2:
-            out.append(None)
-            continue
-        fit = stats.bootstrap((x,), np.mean, method="percentile", batch=100, rng=np.random.default_rng(0))
-        out.append(float(fit.standard_error))
-    return tuple(out)
+    means = d.mean(1), d[:, :usable].mean(0).reshape(-1, block).mean(1)
+    return tuple(float(x.std(ddof=1) / math.sqrt(len(x))) if len(x) > 1 else None for x in means)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -229,11 +218,11 @@ def read_runs(out, plan):
     return runs, deviations
 
 
-def unlike(runs):
-    """Why the losses of these runs can't be set side by side, or None."""
+def unlike(settings):
+    """Why losses that were computed under these settings can't be set side by side, or None."""
     words = {"val_sha256": "validation text", "windows": "number of windows"}
     for key in ("dtype", "compile", "device", "block_size", *words):
-        values = sorted({str((r["config"] | r["data"]).get(key)) for r in runs if r})
+        values = sorted({str(each[key]) for each in settings if key in each})
         if len(values) > 1:
             return f"the two sides differ in {words.get(key, key)}: {', '.join(values)}"
     return None
@@ -255,14 +244,11 @@ def contrast(plan, runs, a, b, predicted=None):
     result |= {"a": a, "b": b, "predicted": predicted}
     result |= dict.fromkeys(("ci_predicted", "as_predicted", "se_seed", "se_text"))
     lost = [f"{arm}/seed{s}" for arm in arms for s in seeds if (r := runs[arm, s]) is None or r["status"] == "diverged"]
-    counted = []  # on what the reference was counted, in the form of a run
-    if reference and not lost:
-        same = sides[0][0]["config"] | {"block_size": plan["config"]["block_size"]}
-        counted = [sides[0][0] | {"config": same, "data": plan["data"]}]
+    counted = [plan["data"] | {"block_size": plan["config"]["block_size"]}] if reference else []  # the reference's own
     if lost:
         which = f"{lost[0]} and {len(lost) - 1} more are" if len(lost) > 1 else f"{lost[0]} is"
         result["reason"] = f"{which} missing or diverged, and the rest alone would be another sample"
-    elif reason := unlike([r for side in sides for r in side] + counted):
+    elif reason := unlike([r["config"] | r["data"] for side in sides for r in side] + counted):
         result = dict.fromkeys(result) | {k: result[k] for k in ("a", "b", "n", "predicted")} | {"reason": reason}
     else:
         if predicted and result["sd"]:
@@ -450,7 +436,6 @@ def markdown(report, plan, name):
         text += "\n\n"
         rows = [[
             f"{c['a']} − {c['b']}",
-            "–" if c["bca95"] is None else f"[{c['bca95'][0]:+.4f}, {c['bca95'][1]:+.4f}]",
             {True: "yes", False: "no", None: "–"}[c["ranges_overlap"]],
             number(c["sd_ratio"], ".2f"),
             number(c["p_pitman_morgan"], ".3g"),
@@ -458,7 +443,7 @@ def markdown(report, plan, name):
             number(c["se_seed"]),
             number(c["se_text"]),
         ] for c in cs]  # fmt: skip
-        columns = ["contrast", "bca95", "ranges_overlap", "sd_ratio", "p_pitman_morgan", "mde80", "se_seed", "se_text"]
+        columns = ["contrast", "ranges_overlap", "sd_ratio", "p_pitman_morgan", "mde80", "se_seed", "se_text"]
         text += table(columns, rows) + "\n"
         text += "".join(f"\n{c['a']} − {c['b']}: {c['reason']}.\n" for c in cs if c["reason"])
     a = report["audit"]
