@@ -11,7 +11,7 @@ SOURCE is one of
                     folder of them, read in the order of their names
 
 --tokenizer: char is the default for pydocs, shakespeare and .txt, gpt2 for all else. --tokens: stop after so many,
-training and validation together. --workers: processes that tokenize (default: one a core); the files are the same,
+training and validation together. --workers: threads that tokenize (default: one a core); the files are the same,
 to the bit, for any number.
 
 Writes train.bin and val.bin (raw little-endian uint16, or uint32 for vocabularies above 65,535 tokens: nanoGPT's
@@ -33,18 +33,12 @@ import functools
 import glob
 import hashlib
 import json
-import multiprocessing
 import os
 import re
-import signal
 import sys
 import tempfile
 import textwrap
-import threading
 import time
-from collections import deque
-from concurrent.futures import ProcessPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
 
 import numpy as np
@@ -59,7 +53,7 @@ HUB = {
     "fineweb-edu": "hub:HuggingFaceFW/fineweb-edu:sample-10BT",
 }
 CHUNK = 2**24  # tokens looked at together when a whole file is read
-PIECE = 2**18  # characters tokenized together
+PIECE = 2**22  # characters tokenized together
 GPT2_VOCAB, END_OF_TEXT = 50257, 50256
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -296,43 +290,6 @@ def documents(source, text=None):
     return path.name, suits, (document for f in files for document in READERS[f.suffix](f))
 
 
-# Where GPT-2's pattern splits whatever stands further on, so that both sides can be tokenized alone: before the first
-# and before the last character of a run of white space (the last one belongs to what follows), and between a letter or
-# digit and a sign. Python's \s differs from the pattern's by four control characters.
-SPACE = r"\t-\r \x85\xa0\u1680\u2000-\u200a\u2028\u2029\u202f\u205f\u3000"
-CUT = re.compile(rf"(?<=[^{SPACE}])[{SPACE}]|(?<=[{SPACE}])[{SPACE}](?=[^{SPACE}])|(?<=[0-9A-Za-z])[!-/:-@\[-`{{-~]")
-
-
-def pieces(text, size=PIECE):
-    """Cut text into pieces of `size` characters or more whose GPT-2 tokens, put together, are those of the whole."""
-    start = 0
-    while cut := CUT.search(text, start + size):
-        yield text[start : cut.start()]
-        start = cut.start()
-    yield text[start:]
-
-
-def batches(docs):
-    """
-    Documents -> lists of (k, name, text) of about PIECE characters together, to be tokenized by one worker at a time.
-
-    k counts the documents that have text. A document is one or more pieces and then None, which stands for its end; a
-    row without text is the single entry (None, name, "").
-    """
-    batch, size, k = [], 0, 0
-    for name, text in docs:
-        for piece in pieces(text) if text else [""]:
-            if (size and size + len(piece) > PIECE) or len(batch) > 4096:
-                yield batch
-                batch, size = [], 0
-            batch.append((k if text else None, name, piece))
-            size += len(piece)
-        if text:
-            batch.append((k, name, None))
-            k += 1
-    yield batch
-
-
 @functools.cache
 def gpt2():
     try:
@@ -348,62 +305,54 @@ def gpt2():
         ) from None
 
 
-def start_worker():
-    """A worker ends when its parent does, however that ends, and leaves all talking to it."""
+def batches(docs):
+    """(name, text) of documents -> lists of them of about PIECE characters together, or one longer document."""
+    batch, size = [], 0
+    for name, text in docs:
+        if batch and size + len(text or "") > PIECE or len(batch) > 4096:
+            yield batch
+            batch, size = [], 0
+        batch.append((name, text))
+        size += len(text or "")
+    yield batch
 
-    def leave_with_parent():
-        multiprocessing.parent_process().join()
-        os._exit(1)
 
-    threading.Thread(target=leave_with_parent, daemon=True).start()
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all; the parent ends us
-    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # a panic prints pages; the parent says it in one line
+@contextlib.contextmanager
+def silence():
+    """Nothing is written to stderr: a panic inside tiktoken prints pages, and we say it in one line."""
+    kept, nowhere = os.dup(2), os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, 2)
+    try:
+        yield
+    finally:
+        os.dup2(kept, 2)
+        os.close(kept)
+        os.close(nowhere)
 
 
-def encode(batch):
-    """A batch -> one array of tokens for each entry."""
-    arrays = []
-    for _, name, text in batch:
-        try:  # encode_ordinary: text that reads <|endoftext|> is text
-            ids = [END_OF_TEXT] if text is None else gpt2().encode_ordinary(text)
-        except UserError:
-            raise
-        except BaseException as e:  # a panic inside tiktoken is no Exception
-            raise UserError(
-                f"{name} can't be tokenized ({type(e).__name__}: {textwrap.shorten(str(e), 200)})"
-            ) from None
-        arrays.append(np.array(ids, "<u2"))
-    return arrays
+def encode(texts, workers):
+    """Texts -> their tokens, or the exception that tiktoken ended with; a panic inside it is no Exception."""
+    try:
+        with silence():
+            return gpt2().encode_ordinary_batch(texts, num_threads=workers)  # text that reads <|endoftext|> is text
+    except (KeyboardInterrupt, UserError):
+        raise
+    except BaseException as e:
+        return e
 
 
 def encoded(docs, workers):
-    """Documents -> (k, tokens) of each entry of their batches, in order; the characters in flight are bounded."""
-    pool = ProcessPoolExecutor(workers, multiprocessing.get_context("spawn"), start_worker)
-    flight, room = deque(), 4 * workers * PIECE
-
-    def land():
-        nonlocal room
-        batch, size, future = flight[0]
-        arrays = future.result()
-        flight.popleft()
-        room += size
-        return zip((k for k, _, _ in batch), arrays, strict=True)
-
-    try:
-        for batch in batches(docs):
-            size = sum(len(text or "") for _, _, text in batch)
-            while flight and room < size:
-                yield from land()
-            room -= size
-            flight.append((batch, size, pool.submit(encode, batch)))
-        while flight:
-            yield from land()
-    except BrokenProcessPool:
-        failed = [batch for batch, _, future in flight if not future.done() or future.exception()]
-        at = " or ".join(" to ".join(dict.fromkeys((b[0][1], b[-1][1]))) for b in failed[:workers])
-        raise UserError(f"a worker died at {at} (killed, or out of memory): fewer --workers need less memory") from None
-    finally:
-        pool.shutdown(cancel_futures=True)
+    """Documents -> the tokens of each with the end-of-text token behind them, or None for a row without text."""
+    for batch in batches(docs):
+        texts = [text for _, text in batch if text]
+        tokens = encode(texts, workers)
+        if isinstance(tokens, BaseException):
+            alone = ((name, encode([text], 1)) for name, text in batch if text)
+            name, e = next((name, e) for name, e in alone if isinstance(e, BaseException))
+            raise UserError(f"{name} can't be tokenized ({type(e).__name__}: {textwrap.shorten(str(e), 200)})")
+        tokens = iter(tokens)
+        for _, text in batch:
+            yield np.array([*next(tokens), END_OF_TEXT], "<u2") if text else None
 
 
 @contextlib.contextmanager
@@ -443,33 +392,50 @@ def prepared(folder):
         raise
 
 
+def contents(train, val, meta):
+    """What meta.json says of the two files, which are written: tokens, sha256 and references of each."""
+    tokens = {}
+    for split, file in (("train", train), ("val", val)):
+        file.flush()
+        tokens[split] = np.memmap(file.name, np.dtype(meta["dtype"]).newbyteorder("<"), "r")
+    losses = {"unigram": None, "bigram": None}
+    if len(tokens["val"]) > 1:  # the first token is no target
+        losses = reference_losses(tokens["train"], tokens["val"][None], meta["vocab_size"])
+    return {
+        "tokens": {split: len(ids) for split, ids in tokens.items()},
+        "sha256": {split: hashlib.sha256(ids).hexdigest() for split, ids in tokens.items()},
+        **{f"{name}_nats": None if x is None else float(x[0]) for name, x in losses.items()},
+    }
+
+
+def held_out(k):
+    """Does document k validate?"""
+    return k % 10 == 9 if k < 10_000 else k % 2000 == 1999
+
+
 def write_gpt2(docs, folder, source, limit, workers):
     """GPT-2 tokens of documents, as train.bin, val.bin and meta.json in folder; limit: None, or stop after so many."""
     from tqdm import tqdm
 
-    terminal = sys.stderr.isatty()
-    began = said = time.monotonic()
+    said = time.monotonic()
     total = n = skipped = start = 0  # tokens, documents, rows without text, bytes of train.bin before the last document
     with (
         prepared(folder) as (train, val, meta),
-        tqdm(total=limit, unit="tok", unit_scale=True, desc=folder.name, disable=not terminal) as bar,
-        contextlib.closing(encoded(docs, workers)) as stream,
+        tqdm(total=limit, unit="tok", unit_scale=True, desc=folder.name, disable=not sys.stderr.isatty()) as bar,
     ):
-        for k, ids in stream:
-            if k is None:
+        for ids in encoded(docs, workers):
+            if ids is None:
                 skipped += 1
                 continue
-            if k == n:
-                start, n = train.tell(), n + 1
-            ids = ids if limit is None else ids[: limit - total]
-            (val if (k % 10 == 9 if k < 10_000 else k % 2000 == 1999) else train).write(ids)
+            start = train.tell()
+            ids = ids[: None if limit is None else limit - total]
+            (val if held_out(n) else train).write(ids)
+            n += 1
             total += len(ids)
             bar.update(len(ids))
-            if not terminal and time.monotonic() > said + 10:
+            if bar.disable and time.monotonic() > said + 10:  # no terminal, so a line now and then
                 said = time.monotonic()
-                rate = total / (said - began)
-                left = f", {(limit - total) / rate:,.0f} s left" if limit else ""
-                print(f"{total:,} tokens, {rate:,.0f} tokens/s{left}", file=sys.stderr, flush=True)
+                print(f"{total:,} tokens", file=sys.stderr, flush=True)
             if total == limit:
                 break
         by = "whole documents: every 10th of the first 10,000, then every 2,000th"
@@ -482,31 +448,17 @@ def write_gpt2(docs, folder, source, limit, workers):
             train.truncate(2 * cut)
         if not val.tell():
             raise UserError(f"{source} has {total} tokens of text, too few to split into training and validation")
-        counts = {split: np.zeros(GPT2_VOCAB, np.int64) for split in ("train", "val")}
-        sha = {split: hashlib.sha256() for split in counts}
-        for split, file in (("train", train), ("val", val)):
-            file.flush()
-            with open(file.name, "rb") as f:  # read, not mapped: pages of a map would count as our memory
-                while len(part := np.fromfile(f, "<u2", PIECE)):
-                    counts[split] += np.bincount(part, minlength=GPT2_VOCAB)
-                    sha[split].update(part)
-        tokens = {split: int(n.sum()) for split, n in counts.items()}
-        unigram = np.log(tokens["train"] + GPT2_VOCAB) - np.log(counts["train"] + 1)  # as in reference_tables
-        counts["val"][np.fromfile(val.name, "<u2", 1)] -= 1  # the first one is no target
         meta |= {
             "source": source,
             "tokenizer": "gpt2",
             "vocab_size": GPT2_VOCAB,
             "dtype": "uint16",
-            "tokens": tokens,
-            "sha256": {split: h.hexdigest() for split, h in sha.items()},
             "documents": n,
             "skipped": skipped,
             "end_of_text": f"{END_OF_TEXT} after each document",
             "validation": by,
-            "unigram_nats": float(counts["val"] @ unigram / (tokens["val"] - 1)) if tokens["val"] > 1 else None,
-            "bigram_nats": None,
         }
+        meta |= contents(train, val, meta)
     return meta
 
 
@@ -514,30 +466,21 @@ def write_chars(text, folder, source):
     """Character tokens of text, split 90/10, as train.bin, val.bin and meta.json in folder."""
     points = np.frombuffer(text.encode("utf-32-le"), "<u4")  # one number a character
     characters, ids = np.unique(points, return_inverse=True)
-    vocab_size = len(characters)
-    dtype = "uint16" if vocab_size <= 65535 else "uint32"
     cut = int(0.9 * len(ids))
     if cut == 0:
         raise UserError(f"{source} has {len(ids)} characters, too few to split into training and validation text")
-    tokens = {"train": ids[:cut].astype("<u2" if dtype == "uint16" else "<u4")}
-    tokens["val"] = ids[cut:].astype(tokens["train"].dtype)
-    unigram, bigram = reference_tables(tokens["train"], vocab_size)
-    val = tokens["val"]
-    meta = {
-        "source": source,
-        "tokenizer": "char",
-        "vocab_size": vocab_size,
-        "dtype": dtype,
-        "tokens": {split: len(a) for split, a in tokens.items()},
-        "sha256": {split: hashlib.sha256(a).hexdigest() for split, a in tokens.items()},
-        "characters": characters.astype("<u4").tobytes().decode("utf-32-le"),
-        "unigram_nats": float(unigram[val[1:]].mean()) if len(val) > 1 else None,
-        "bigram_nats": float(bigram[val[:-1], val[1:]].mean()) if len(val) > 1 and bigram is not None else None,
-    }
-    with prepared(folder) as (train, val, contents):
-        train.write(tokens["train"])
-        val.write(tokens["val"])
-        contents |= meta
+    with prepared(folder) as (train, val, meta):
+        meta |= {
+            "source": source,
+            "tokenizer": "char",
+            "vocab_size": len(characters),
+            "dtype": "uint16" if len(characters) <= 65535 else "uint32",
+            "characters": characters.astype("<u4").tobytes().decode("utf-32-le"),
+        }
+        ids = ids.astype(np.dtype(meta["dtype"]).newbyteorder("<"))
+        train.write(ids[:cut])
+        val.write(ids[cut:])
+        meta |= contents(train, val, meta)
     return meta
 
 

@@ -6,7 +6,6 @@ import random
 import re
 import resource
 import shutil
-import signal
 import subprocess
 import sys
 import time
@@ -145,7 +144,7 @@ def test_pydocs_is_the_same_text_and_needs_neither_library():
 
     text = "\n\n".join(topics[k] for k in sorted(topics))
     assert characters(train, meta) + characters(val, meta) == text and len(train) == int(0.9 * len(text))
-    keys = "source tokenizer vocab_size dtype tokens sha256 characters unigram_nats bigram_nats"
+    keys = "source tokenizer vocab_size dtype characters tokens sha256 unigram_nats bigram_nats"
     assert " ".join(meta) == keys
     assert (meta["tokenizer"], meta["dtype"], meta["vocab_size"]) == ("char", "uint16", len(set(text)))
     for split in ("train", "val"):
@@ -208,29 +207,6 @@ def test_the_platform_does_not_choose_the_encoding():  # P9
 # GPT-2 tokens
 
 
-def test_pieces_have_the_tokens_of_the_whole(bpe):  # P7
-    rng = random.Random(0)
-    parts = ["ll", "ve", "re", "'s", "'ll", "e\u0301", "<|endoftext|>", *"abZst'é東😀09²½٣.,-_ſ\ufeff\u200b"]
-    parts += [*" \n\r\t\x0b\x0c\x1c\x1f\x85\xa0\u2028\u3000\u180e\x00", "  ", "\n\n", "   "]
-    texts = []
-    for _ in range(8000):
-        weights = [rng.random() ** 3 for _ in parts]
-        texts.append("".join(rng.choices(parts, weights, k=rng.randint(1, 50))))
-    texts += [
-        c * n + end for c in (" ", "\n", "\xa0", "a", "1", ".", "東") for n in (1, 2, 3, 50) for end in ("", "x", " x")
-    ]
-    cuts = 0
-    for text in texts:
-        whole = bpe.encode_ordinary(text)
-        cut = list(prepare.pieces(text, rng.randint(1, 4)))
-        assert "".join(cut) == text
-        assert [i for piece in cut for i in bpe.encode_ordinary(piece)] == whole, text
-        cuts += len(cut) - 1
-    assert cuts > 20_000
-    assert len(list(prepare.pieces("Hello world, " * 1000, 100))) > 100
-    assert len(list(prepare.pieces("a" * 10_000, 100))) == 1  # nowhere to cut safely
-
-
 def test_one_long_document_for_any_number_of_workers(bpe):  # P7
     rng = random.Random(0)
     for text, numbers in (
@@ -286,26 +262,25 @@ def test_text_that_reads_end_of_text():  # P5
     train, val, meta = make(jsonl("a.jsonl", "a<|endoftext|>b", "b"), "--workers=1")
     assert train == [64, 27, 91, 437, 1659, 5239, 91, 29, 65, END] and val == [65, END]
     assert meta["end_of_text"] == "50256 after each document"
-    keys = "source tokenizer vocab_size dtype tokens sha256 documents skipped end_of_text validation"
-    assert " ".join(meta) == keys + " unigram_nats bigram_nats"
+    keys = "source tokenizer vocab_size dtype documents skipped end_of_text validation"
+    assert " ".join(meta) == keys + " tokens sha256 unigram_nats bigram_nats"
     assert (meta["vocab_size"], meta["dtype"], meta["bigram_nats"]) == (50257, "uint16", None)
     assert meta["unigram_nats"] == pytest.approx(math.log((10 + 50257) / 2), abs=1e-9)  # 50256 was seen once
 
 
-def test_long_runs_of_one_character(bpe):  # P6; the spaces make tiktoken panic if they are given to it whole
-    spaces = " " * 1_500_000 + "x"
-    source = jsonl("a.jsonl", "An ordinary one.", "^" * 1_000_000, "a" * 1_000_000, spaces, "Another one.")
+def test_long_runs_of_one_character(bpe):  # P6
+    source = jsonl("a.jsonl", "An ordinary one.", "^" * 1_000_000, "a" * 1_000_000, "Another one.")
     train, val, meta = make(source, "--workers=4")
     ends = [i for i, t in enumerate(train + val) if t == END]
     first, last = bpe.encode_ordinary("An ordinary one."), bpe.encode_ordinary("Another one.")
     assert train[: ends[0]] == first and val == [*last, END]
-    assert ends[1] - ends[0] == ends[2] - ends[1] == 250_001 and meta["documents"] == 5
-    assert bpe.decode(train[ends[2] + 1 : ends[3]]) == spaces
+    assert ends[1] - ends[0] == ends[2] - ends[1] == 250_001 and meta["documents"] == 4
 
 
-def test_a_panic_names_the_document(capfd):  # P6; no text leads here any more, but the next tiktoken may have its own
-    with pytest.raises(prepare.UserError, match="line 7 can't be tokenized"):
-        prepare.encode([(0, "line 6", "a"), (1, "line 7", " " * 1_500_000 + "x")])
+def test_a_panic_names_the_document():  # P6
+    jsonl("a.jsonl", "An ordinary one.", " " * 1_500_000 + "x", "Another one.")
+    line = refused("a.jsonl", "--workers=2")
+    assert "a.jsonl line 2 can't be tokenized (PanicException" in line
 
 
 def test_whole_documents_are_held_out(bpe):
@@ -331,9 +306,7 @@ def test_hub_and_parquet_stop_early(bpe):
     expected = [i for t in texts[:9] for i in [*bpe.encode_ordinary(t), END]]
     process = command("hub:owner/name", "--tokens=5000", "--workers=2", env=OFFLINE)
     said = process.communicate(timeout=60)[1].splitlines()  # on a busy machine it tells how far it is, and no more
-    assert process.returncode == 0 and all(
-        re.fullmatch(rb"[\d,]+ tokens, [\d,]+ tokens/s, [\d,]+ s left", x) for x in said
-    )
+    assert process.returncode == 0 and all(re.fullmatch(rb"[\d,]+ tokens", x) for x in said)
     train, val, meta = prepare.load("data/name")
     assert train.tolist()[: len(expected)] == expected and len(train) + len(val) == 5000
     assert meta["source"] == "hub:owner/name"
@@ -343,14 +316,9 @@ def test_hub_and_parquet_stop_early(bpe):
 # what goes wrong
 
 
-def workers_of(process):
-    children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
-    return [int(c) for c in children if b"spawn_main" in Path(f"/proc/{c}/cmdline").read_bytes()]
-
-
 def started(*args):
     """A command that has written its first document and now tokenizes its long second one."""
-    jsonl("long.jsonl", "An ordinary one. " * 14_000, "a" * 10_000_000, "The last.")
+    jsonl("long.jsonl", "An ordinary one. " * 250_000, *["a" * 10_000_000] * 20)
     process = command("long.jsonl", "--workers=1", "--out=out", *args)
     until = time.monotonic() + 40
     while not any(p.stat().st_size for p in Path().glob("out/train.bin.*.tmp")):
@@ -359,27 +327,13 @@ def started(*args):
     return process
 
 
-def test_a_worker_that_dies_is_no_hang():  # P6
-    process = started()
-    for pid in workers_of(process):
-        os.kill(pid, signal.SIGKILL)
-    err = process.communicate(timeout=10)[1].decode()
-    assert process.returncode == 2 and err.count("\n") == 1
-    assert "a worker died at long.jsonl line 2" in err and not Path("out").exists()
-
-
 def test_a_killed_run_starts_again_and_never_mixes():
     jsonl("a.jsonl", "An old text.", "Another old text.")
     *_, old = make("a.jsonl", "--workers=1")
     process = started()
-    pids = workers_of(process)
     process.kill()
     process.communicate()
     assert prepare.load("out")[2] == old  # the old files are whole
-    until = time.monotonic() + 20
-    while any(Path(f"/proc/{p}").exists() for p in pids):  # no worker is left behind
-        assert time.monotonic() < until
-        time.sleep(0.1)
     assert list(Path("out").glob("*.tmp"))
     jsonl("a.jsonl", "A new text.", "Another new text.")
     prepare.main(["a.jsonl", "--workers=1", "--out=out"])
