@@ -37,10 +37,10 @@ from heads import (
     STYLES,
     between,
     build,
-    halves,
     heads_command,
     load_checkpoint,
     number,
+    reliability,
     save_figure,
     table,
 )
@@ -527,7 +527,7 @@ def three_checks(report, heads, arms=None):
     for folder, r in heads.items():
         s, ci = r["summary"], r["summary"]["own_minus_null_ci95"]
         where = f"{r['model']}, {r['windows']:,} windows, {r['tokens']:,} tokens"
-        floor = ", ".join(f"{k} {number(s[k], '.3f')} ({halves(s, k)})" for k in ("r_stat", "r_delta"))
+        floor = ", ".join(f"{k} {reliability(s, k)}" for k in ("r_stat", "r_delta"))
         lines.append(
             f"- Noise floor ({where}): {floor}. This is how far other text would rank the heads alike by alignment and"
             f" by effect; 1 is no noise ([figure]({folder}/heads_halves.png))."

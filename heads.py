@@ -6,7 +6,6 @@ The commands are those of analyze.py heads.
 
 import contextlib
 import csv
-import hashlib
 import inspect
 import json
 import logging
@@ -25,7 +24,7 @@ from tqdm import tqdm
 
 import prepare
 from configurator import UserError, read_json, read_text, whole_file
-from model import GPT, GPTConfig, remove_direction
+from model import GPT, GPTConfig, digest, remove_direction
 
 # ---------------------------------------------------------------------------------------------------------------------
 # tables, figures and checkpoints
@@ -67,9 +66,9 @@ def between(ci, spec="+.2f"):
     return "" if ci is None else f" [{ci[0]:{spec}}, {ci[1]:{spec}}]"
 
 
-def halves(s, k):
-    """What a correlation is over random halves, in words."""
-    return "no halves" if s[k + "_mean"] is None else f"halves {s[k + '_mean']:.2f}{between(s[k + '_ci95'])}"
+def reliability(summary, k):
+    """A split-half correlation in words."""
+    return f"{number(summary[k], '.3f')} (Spearman-Brown {number(summary[k + '_spearman_brown'], '.3f')})"
 
 
 def load_checkpoint(path):
@@ -139,53 +138,32 @@ def spearman(a, b):
     return pearson(stats.rankdata(a), stats.rankdata(b))
 
 
-def over_halves(statistic, n, draws, seed):
-    """
-    Mean and central 95% of statistic(i, j) over random halves i, j of n windows; (None, None) where there are none.
-
-    Distinct windows are split first, so that none is on both sides, then each half is resampled from itself.
-    """
-    rng, values = np.random.default_rng(seed), []
-    for _ in range(draws if n > 1 else 0):
-        order = rng.permutation(n)
-        i, j = (rng.choice(half, len(half)) for half in (order[: (n + 1) // 2], order[(n + 1) // 2 :]))
-        values.append(statistic(i, j))
-    values = [x for x in values if x is not None]
-    return (float(np.mean(values)), [float(q) for q in np.quantile(values, (0.025, 0.975))]) if values else (None, None)
-
-
-def split_half(x, draws=1000, seed=0):
+def split_half(x):
     """
     Would other text rank the heads alike? The noise floor of a statistic that is averaged over windows.
 
-    x: (windows, heads). Returns r (Pearson correlation over heads between the means of even and of odd windows),
-    spearman_brown = 2r / (1 + r), what all the windows together would reach (Spearman 1910, Brown 1910; for r >= 0),
-    and mean and ci95 over random halves, each resampled: that adds noise of its own, so mean tends to lie below r. None
-    where not defined, as with one window.
+    x: (windows, heads). Returns r, the Pearson correlation over heads between the means of even and of odd windows, and
+    spearman_brown = 2r / (1 + r), what all the windows together would reach (Spearman 1910, Brown 1910; for r >= 0).
+    None where not defined, as with one window.
     """
     x = np.asarray(x, np.float64)
     r = pearson(x[0::2].mean(0), x[1::2].mean(0)) if len(x) > 1 else None
-    mean, ci95 = over_halves(lambda i, j: pearson(x[i].mean(0), x[j].mean(0)), len(x), draws, seed)
-    return {"r": r, "spearman_brown": 2 * r / (1 + r) if r is not None and r >= 0 else None, "mean": mean, "ci95": ci95}
+    return {"r": r, "spearman_brown": 2 * r / (1 + r) if r is not None and r >= 0 else None}
 
 
-def both_ways(x, d, i, j, r=pearson):
-    """Correlation over heads of x on windows i with d on windows j, and the other way round, averaged; or None."""
-    found = [r(x[i].mean(0), d[j].mean(0)), r(x[j].mean(0), d[i].mean(0))]
-    return None if None in found else float(np.mean(found))
-
-
-def predicts(x, d, draws=1000, seed=0):
+def predicts(x, d):
     """
     Does a statistic foretell an effect on *other* text? x, d: (windows, heads), of the same windows.
 
     Returns pearson and spearman over heads between x on one half and d on the other, averaged both ways over even and
-    odd windows, and of the first mean and ci95 over random halves as in split_half. None where not defined.
+    odd windows. None where not defined.
     """
-    even, odd = slice(0, None, 2), slice(1, None, 2)
-    found = [both_ways(x, d, even, odd, r) if len(x) > 1 else None for r in (pearson, spearman)]
-    mean, ci95 = over_halves(lambda i, j: both_ways(x, d, i, j), len(x), draws, seed)
-    return {"pearson": found[0], "spearman": found[1], "mean": mean, "ci95": ci95}
+    names = {"pearson": pearson, "spearman": spearman}
+    if len(x) < 2:
+        return dict.fromkeys(names)
+    halves = [(x[0::2].mean(0), d[1::2].mean(0)), (x[1::2].mean(0), d[0::2].mean(0))]
+    both = {name: [r(*half) for half in halves] for name, r in names.items()}
+    return {name: None if None in values else float(np.mean(values)) for name, values in both.items()}
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -591,18 +569,15 @@ def measure(model, w, bos=False, interventions=False, path=None, layers=None):
 
 def measurement_key(model, w, bos):
     """A hash of all that the numbers depend on: weights, config, windows, and the code that measures."""
-    config = model.config if isinstance(model, GPT) else model.config.to_json_string()
-    parts = [config, bos, w.shape, torch.__version__, str(next(model.parameters()).device.type)]
-    for k, p in model.state_dict().items():  # the bytes themselves: a sum is the same for permuted weights
-        raw = p.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
-        parts.append((k, p.dtype, p.shape, hashlib.sha256(raw).hexdigest()))
+    config = vars(model.config) if isinstance(model, GPT) else model.config.to_json_string()
+    where = (torch.__version__, next(model.parameters()).device.type)
     code = [Path(__file__).with_name(name).read_bytes() for name in ("heads.py", "model.py")]
-    return hashlib.sha256(b"".join([repr(parts).encode(), np.ascontiguousarray(w).tobytes(), *code])).hexdigest()
+    return digest([config, bos, where, torch.as_tensor(w), code, dict(model.state_dict())])
 
 
 def contents(x):
     """A hash of what was measured, so that a file that was altered is measured again."""
-    return hashlib.sha256(b"".join(np.ascontiguousarray(x[k]).tobytes() for k in sorted(x))).hexdigest()
+    return digest({name: torch.as_tensor(a) for name, a in x.items()})
 
 
 def resumed(path, key, shape):
@@ -639,26 +614,20 @@ def summarize(x, n_kv_head):
     s["own_minus_null_ci95"] = [float(c) for c in low_high] or None
     s["explained"] = value(null / own) if abs(own) >= 0.01 else None
     s["across"] = value(flat["across"].mean())
-    some = flat["own"][:1]  # one window: nothing to correlate
-    delta = flat["delta"] if np.abs(flat["delta"]).max() > ROUNDING else some  # False where NaN: not measured
+    effects = np.abs(flat["delta"]).max() > ROUNDING  # False where NaN: not measured
+    nothing = np.empty((0, L * H))  # no window, so nothing to correlate
+    delta = flat["delta"] if effects else nothing
     for name, a in (("r_stat", flat["own"]), ("r_delta", delta)):
         halves = split_half(a)
-        s |= {name: halves.pop("r")} | {f"{name}_{k}": v for k, v in halves.items()}
+        s |= {name: halves["r"], f"{name}_spearman_brown": halves["spearman_brown"]}
     r = [s["r_stat"], s["r_delta"]]
     s["r_stat_delta_ceiling"] = math.sqrt(r[0] * r[1]) if None not in r and min(r) > 0 else None
     rivals = {"stat": flat["own"], "null": flat["null"], "own_minus_null": flat["own"] - flat["null"]}
     for name, a in rivals.items():
-        found = predicts(a if delta is not some else some, delta)
-        s |= {f"r_{name}_delta": found.pop("pearson")} | {f"r_{name}_delta_{k}": v for k, v in found.items()}
-    rs = {k: abs(s[f"r_{k}_delta"]) for k in rivals if s[f"r_{k}_delta"] is not None}
-    best = max(rs, key=rs.get, default=None)
-
-    def wins(i, j):  # is the best one the best on these halves too?
-        r = {k: both_ways(rivals[k], delta, i, j) for k in rs}
-        return None if None in r.values() else float(max(r, key=lambda k: abs(r[k])) == best)
-
-    s["best_predictor"] = best and PREDICTORS[best]
-    s["best_predictor_share"] = over_halves(wins, n, 1000, 0)[0] if best else None
+        r = predicts(a if effects else nothing, delta)
+        s |= {f"r_{name}_delta": r["pearson"], f"r_{name}_delta_spearman": r["spearman"]}
+    sizes = {k: abs(s[f"r_{k}_delta"]) for k in rivals if s[f"r_{k}_delta"] is not None}
+    s["best_predictor"] = PREDICTORS[max(sizes, key=sizes.get)] if sizes else None
     shape = {"n_layer": L, "n_head": H, "n_kv_head": n_kv_head, "windows": n}
     return shape | {k: value(x[k].mean()) for k in ("loss", "delta_all")} | {"heads": heads, "summary": s}
 
@@ -666,18 +635,16 @@ def summarize(x, n_kv_head):
 def markdown_heads(r):
     """heads.json -> heads.md: the numbers, and what each says."""
     s = r["summary"]
-    r_ = {k: f"{number(s[k], '.3f')}; {halves(s, k)}" for k in s if k + "_mean" in s}
-    brown = {k: f"Spearman-Brown {number(s[k + '_spearman_brown'], '.3f')}" for k in ("r_stat", "r_delta")}
     gap = f"{number(s['own_minus_null'], '+.3f')}{between(s['own_minus_null_ci95'], '+.3f')}"
     rows = [
         ["own", number(s["own"], "+.3f"), "cosine of a head's output with its own value"],
-        ["null", number(s["null"], "+.3f"), "cosine with the values of earlier positions: what geometry alone gives"],
+        ["null", number(s["null"], "+.3f"), "cosine with the values of earlier positions: what they share with own"],
         ["own − null", gap, "what is left for the own value, with 95% over windows"],
         ["explained", number(s["explained"], ".1%"), "null / own (– where own is near 0; above 100% null is larger)"],
         ["across", number(s["across"], "+.3f"), "cosine with the values of the other groups"],
         ["delta_all", number(r["delta_all"], "+.4f"), "nats lost by removing the own value in all heads at once"],
-        ["r_stat", r_["r_stat"], f"would other text rank the heads alike by own? {brown['r_stat']}"],
-        ["r_delta", r_["r_delta"], f"and by delta, what removal in one head loses? {brown['r_delta']}"],
+        ["r_stat", reliability(s, "r_stat"), "would other text rank the heads alike by own?"],
+        ["r_delta", reliability(s, "r_delta"), "and by delta, what removal in one head loses?"],
     ]
     effects = r["delta_all"] is not None
     left_out = ["across"] * (s["across"] is None) + ["delta_all", "r_delta"] * (not effects)
@@ -685,9 +652,8 @@ def markdown_heads(r):
     for k, name in PREDICTORS.items() if effects else ():
         rho = number(s[f"r_{k}_delta_spearman"], ".3f")
         ceiling = f", ceiling {number(s['r_stat_delta_ceiling'], '.3f')}" * (k == "stat")
-        rows.append(
-            [f"r_{k}_delta", r_[f"r_{k}_delta"], f"does {name} foretell delta on other text? Spearman {rho}{ceiling}"]
-        )
+        meaning = f"does {name} foretell delta on other text? Spearman {rho}{ceiling}"
+        rows.append([f"r_{k}_delta", number(s[f"r_{k}_delta"], ".3f"), meaning])
     groups = f" in {r['n_kv_head']} key-value groups" * (r["n_kv_head"] != r["n_head"])
     lines = [
         f"# {r['model']}: heads",
@@ -697,19 +663,13 @@ def markdown_heads(r):
         f" {number(r['loss'])} nats per token.",
         table(["measure", "value", "meaning"], rows),
         f"Each r is over {r['n_layer'] * r['n_head']} heads, from {r['windows']:,} windows, {r['tokens']:,} tokens: it"
-        " grows with the text. r is between even and odd windows; beside it the mean and the central 95% over 1,000"
-        " random halves, each resampled, which adds noise, so that they tend to lie below r. All of it is about other"
-        " text, and not about other heads or models.",
+        " grows with the text. r is between even and odd windows. All of it is about other text, and not about other"
+        " heads or models.",
     ]
     if not effects:
         lines.append("What removal does to the loss was not measured: --interventions.")
     if s["best_predictor"]:
-        share = s["best_predictor_share"]
-        lines.append(
-            f"Of own, null and own − null, {s['best_predictor']} predicts delta best, by the size of r; it does so in"
-            f" {number(share, '.0%')} of the random halves"
-            + (", which does not tell them apart." if share is None or share < 0.95 else ".")
-        )
+        lines.append(f"Of own, null and own − null, {s['best_predictor']} predicts delta best, by the size of r.")
     if r["removal"] != "none":
         zero = ": every delta is zero by construction" * (r["removal"] == "self")
         lines.append(f"The model itself removes a direction ({r['removal']}) after the place of measurement{zero}.")
@@ -781,7 +741,7 @@ def figures_heads(out, r, x):
         panels = []
         for k, r_k, name in (("own", "r_stat", "own (cosine)"), ("delta", "r_delta", "delta (nats)"))[: 1 + effects]:
             even, odd = (x[k][i::2].mean(0).ravel() for i in (0, 1))
-            title = f"{r_k} {number(s[r_k], '.3f')}; random {halves(s, r_k)}"
+            title = f"{r_k} {reliability(s, r_k)}"
             panels.append((even, odd, title, f"{name}, even windows", f"{name}, odd windows", None))
         figure_scatter(out / "heads_halves.png", r, panels)
 
