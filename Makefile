@@ -30,10 +30,11 @@ faults: $(filter .venv/bin/python,$(PYTHON))
 
 # a machine with a GPU may have no network, and this needs no more than training does
 ifneq ($(filter gpu,$(MAKECMDGOALS)),)
-PYTHON := $(call has,torch numpy tqdm)
+PYTHON := $(call has,torch numpy tqdm pytest)
 endif
 gpu: $(filter .venv/bin/python,$(PYTHON))
-	$(PYTHON) gpu.py
+	$(PYTHON) -m pytest -q -rs tests/test_gpu.py
+	$(PYTHON) bench.py --only=gpu
 
 # without its peers, bench.py leaves their rows empty
 bench: $(filter .venv/bin/python,$(PYTHON))

@@ -85,16 +85,16 @@ def our_step(shape, batch, steps=1, **settings):
     flags = {k: settings.pop(k) for k in list(settings) if k in train.GPTConfig.__dataclass_fields__}
     config = train.Config(**shape, **flags, batch_size=batch, **settings)
     train.choose(config)
-    raw = GPT(GPTConfig(**shape, **flags))
+    raw = GPT(GPTConfig(**shape, **flags)).to(config.device)
     optimizer = train.make_optimizer(raw, config)
     model = torch.compile(raw) if config.compile else raw
-    autocast = torch.autocast("cpu", torch.bfloat16, enabled=config.dtype == "bfloat16")
+    autocast, micro = train.autocast(config), config.micro_batch_size or batch
     data, counter = tokens(), itertools.count()
 
     def run():
         for _ in range(steps):
-            rows = train.batch(data, 0, next(counter), batch, config.block_size)
-            loss, _ = train.take_step(model, optimizer, rows, batch, autocast, 1.0)
+            rows = train.batch(data, 0, next(counter), batch, config.block_size).to(config.device)
+            loss, _ = train.take_step(model, optimizer, rows, micro, autocast, 1.0)
         return float(loss)
 
     run.says = f"{config.dtype}, {'compiled' if config.compile else 'eager'}"
@@ -137,11 +137,16 @@ def bench_steps(rounds):
             share(ours, shape, batch, rounds)
 
 
-def share(step, shape, batch, rounds):
-    """Operations of a step over what plain bfloat16 matrix products reach here and now."""
+def operations_of(shape, batch):
+    """Operations of a training step: 6 N + 12 L C T a token, N without the position embeddings (Kaplan et al. 2020)."""
     n = sum(p.numel() for name, p in GPT(GPTConfig(**shape)).named_parameters() if name != "wpe.weight")
     L, C, T = shape["n_layer"], shape["n_embd"], shape["block_size"]
-    operations = (6 * n + 12 * L * C * T) * batch * T
+    return (6 * n + 12 * L * C * T) * batch * T
+
+
+def share(step, shape, batch, rounds):
+    """Operations of a step over what plain bfloat16 matrix products reach here and now."""
+    operations = operations_of(shape, batch)
     a, b = torch.randn(4096, 1536).bfloat16(), torch.randn(1536, 1536).bfloat16()
     products = 40
 
@@ -378,6 +383,39 @@ def bench_start(rounds):
     unused = ("scipy", "matplotlib", "transformers", "datasets", "tiktoken", "wandb", "pandas")
     heavy = ", ".join(m for m in unused if f"|{m}\n" in loaded)
     row("`python train.py` to the first step, demo", "", "", f"{first:.1f} s; unused imports: {heavy or 'none'}")
+
+
+PEAK = {  # dense bfloat16 operations a second, by what the device's name holds; the first that fits
+    "B200": 2250e12, "H200 NVL": 835e12, "H200": 989e12, "H100 NVL": 835e12, "H100 PCIe": 756e12, "H100": 989e12,
+    "A100": 312e12, "L40S": 362e12, "L40": 181e12, "A10G": 70e12, "A10": 125e12, "L4": 121e12, "4090": 165e12,
+    "3090": 71e12,
+}  # fmt: skip
+
+
+def bench_gpu(rounds):
+    """Tokens a second, share of the chip's bfloat16 rate and peak memory on CUDA; what determinism costs."""
+    if not torch.cuda.is_available():
+        row("tokens per second on a GPU", "", "", "there is no GPU here that torch can use")
+        return
+    chip = torch.cuda.get_device_name()
+    peak = next((rate for name, rate in PEAK.items() if name in chip), None)
+    wide = {"n_layer": 8, "n_head": 8, "n_embd": 512, "block_size": 1024, "vocab_size": 50304, "bias": False}
+    shapes = {"10M": SHAPES["10M"], "51M": (wide, 128), "124M": (SHAPES["124M"][0], 128)}
+    cases = [(name, removal, True) for removal in ("none", "self") for name in shapes] + [("10M", "none", False)]
+    for name, removal, deterministic in cases:
+        shape, batch = shapes[name]
+        micro = min(batch, 64 if name == "10M" else 16)
+        torch.compiler.reset()
+        torch.cuda.reset_peak_memory_stats()
+        torch.use_deterministic_algorithms(deterministic)
+        step = our_step(shape, batch, removal=removal, micro_batch_size=micro)
+        times = [t for (t,) in in_turn([step], 3 * rounds)]  # a step ends with its loss on the CPU
+        rate = 1 / statistics.median(times)
+        share = f"{operations_of(shape, batch) * rate / peak:.1%} of peak" if peak else "peak rate unknown"
+        memory = torch.cuda.max_memory_allocated() / 2**30
+        text = f"{batch * shape['block_size'] * rate:,.0f} tokens/s, {share}, {memory:.1f} GiB"
+        how = "" if deterministic else ", not deterministic"
+        row(f"{name}, removal={removal}{how}", f"{chip}, {micro} x {shape['block_size']}", "", text)
 
 
 def main(argv):

@@ -1,14 +1,11 @@
 """What the large experiments need: several processes, pretrained weights, wandb, a batch system, the GPU check."""
 
-import functools
 import json
 import os
-import re
 import signal
 import struct
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import numpy as np
@@ -16,7 +13,6 @@ import pytest
 import torch
 from test_train import ROOT, call, ckpt, command, fingerprint, place, rows, run  # noqa: F401  (place is a fixture)
 
-import gpu
 import prepare
 import train
 from configurator import UserError
@@ -237,45 +233,3 @@ def test_the_slurm_script(place):  # noqa: F811
         assert "stopped and saved at step" in out and running[task].returncode == 143
         assert torch.load(f"out/toy/Full/seed{task}/state.pt", weights_only=True)["step"] > 20
     assert Path("asked").read_text() == "requeue 7_0\n"
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# the GPU check, on a CPU and tiny
-
-
-def test_the_parts_of_the_gpu_check(place, monkeypatch, capsys):  # noqa: F811
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    monkeypatch.setattr(gpu, "SHAPES", {"124M": ("residual_124m", "FullResidual", ())})
-    small = ["--n_layer=1", "--n_head=2", "--n_embd=16", "--block_size=16", "--batch_size=4", "--micro_batch_size=2"]
-    small += ["--dataset=toy", "--vocab_size=16", "--max_iters=40", "--eval_tokens=320", "--compile=False"]
-    small += ["--log_interval=1", "--device=cpu", "--seeds=0"]
-
-    def here(config, out, *flags):  # quicker than a process of its own
-        train.main([str(ROOT / "config" / f"{config}.py"), f"--out_dir={out}", *flags, *small])
-        return {"peak": 2**30, "validation": 5.0}
-
-    there = functools.partial(gpu.trained, "cpu", small, time.monotonic() + 100)
-    late = functools.partial(gpu.trained, "cpu", small, time.monotonic() - 1)
-    wrong = functools.partial(gpu.trained, "cpu", [*small, "--n_head=3"], time.monotonic() + 100)
-    names = ["10M, FullResidual", "resume", "124M, removal self", "two runs", "torchrun, one process"]
-    runs = [
-        dict(gpu.checks(run, 1e12))[name] for run, name in zip((here, there, here, late, wrong), names, strict=True)
-    ]
-    assert gpu.table(zip(names, runs, strict=True)) == 2
-    lines = dict(re.findall(r"^\| (.*?) \| (.*?) \| \d+ \|$", capsys.readouterr().out, re.M))
-    assert re.fullmatch(r"float32, validation \d\.\d+ -> \d\.\d+ in 40 steps", lines["10M, FullResidual"])
-    assert re.fullmatch(r"stopped at step 3\d, then the same bits in FullResidual", lines["resume"])
-    found = re.fullmatch(
-        r"0.0M parameters, ([\d,]+) tokens/s, utilisation ([\d.]+)%, peak 1.0 GiB at 2 x 16, validation 5 tokens/s",
-        lines["124M, removal self"],
-    )
-    operations = 6 * (16 * 16 + 12 * 16**2 + 3 * 16) + 12 * 16 * 16  # without positions
-    assert float(found[2]) == pytest.approx(100 * int(found[1].replace(",", "")) * operations / 1e12, abs=0.06)
-    assert lines["two runs"] == "FAILED: not run, the time is over"
-    assert lines["torchrun, one process"].endswith("n_embd=16 is not divisible by n_head=3")
-
-
-def test_the_gpu_check_without_a_gpu(monkeypatch, capsys):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert gpu.main() == 0
-    assert capsys.readouterr().out == "gpu.py: there is no GPU here that torch can use, so nothing was checked\n"
