@@ -539,11 +539,12 @@ def measure(model, w, bos=False, interventions=False, path=None, layers=None):
                 ids = torch.as_tensor(w[rows]).to(ids.device)
                 model.tap = measuring(found, model.sees)
                 losses, outputs = token_losses(model, ids, keep=0 if todo else -1)
-                x["loss"][rows] = loss = mean(losses)
+                loss = mean(losses)
                 if not np.isfinite(loss).all():
                     raise UserError("the loss is not finite: the weights of this model have diverged")
                 for layer, (values, _) in found.items():
                     x["own"][rows, layer], x["null"][rows, layer], x["across"][rows, layer] = values
+                x["loss"][rows] = loss  # the last: where it is, the cosines are
             if everywhere:
                 model.tap = removing({layer: [list(range(H))] for layer in range(L)})
                 x["delta_all"][rows] = mean(token_losses(model, ids)[0]) - loss

@@ -608,6 +608,27 @@ def test_interrupted_work_resumes(work, monkeypatch):
     assert measure(model, W, path=path)[0]["loss"] == pytest.approx(whole["loss"], abs=1e-5)
 
 
+def test_an_interrupt_between_loss_and_cosines_leaves_no_hole(work, monkeypatch):
+    class Interrupted:
+        def __iter__(self):
+            raise KeyboardInterrupt
+
+    model, path, real, taps = ours(), work / "heads.npz", heads.measuring, []
+
+    def measuring(found, sees):
+        tap = real(found, sees)
+        taps.append(tap)
+        if len(taps) < 2:  # the first look
+            return tap
+        return lambda layer, y, v: (found.update({layer: Interrupted()}), y)[1]
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(heads, "measuring", measuring)
+        measure(model, W, path=path)
+    x, _ = measure(model, W, path=path)
+    assert np.isfinite(x["loss"]).all() and np.isfinite(x["own"]).all() and np.isfinite(x["null"]).all()
+
+
 def tokenizer(folder, words):
     """A word tokenizer of its own in the folder of a model."""
     from tokenizers import Tokenizer, models, pre_tokenizers
