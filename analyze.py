@@ -11,7 +11,7 @@ report.md and report.png into OUT. All losses are nats per token.
 `heads` measures how far each attention head's output points along its own value (own), how far geometry alone would
 have it so (null), and with --interventions what removing the own value does to the loss (delta). MODEL is a run folder,
 a ckpt.pt, or a transformers model that runs on its attention interface. Writes heads.json, heads.csv, heads.md and
-figures into RUN/heads, or out/heads/MODEL; heads.npz beside them holds what is measured, so interrupted work resumes.
+figures into RUN/heads, or out/heads/MODEL; heads.pt beside them holds what is measured, so interrupted work resumes.
 Default text: what a run was validated on; of its windows (at most 1,024 tokens long) 64, evenly spaced.
 
 remove_direction (in model.py), paired, holm, causal_null and split_half are plain functions of arrays: copy them.
@@ -36,9 +36,8 @@ from heads import (
     MARKERS,
     STYLES,
     between,
-    build,
     heads_command,
-    load_checkpoint,
+    load_run,
     number,
     reliability,
     save_figure,
@@ -282,7 +281,7 @@ def audit(out, runs, previous):
     for arm, seed in tqdm(todo, "audit", leave=False, disable=None):
         name = f"{arm}/seed{seed}"
         path = out / arm / f"seed{seed}" / "ckpt.pt"
-        ckpt = load_checkpoint(path)
+        ckpt, model = load_run(path)
         c = ckpt["config"]
         key = (c["dataset"], c["block_size"], c["eval_tokens"])
         if key not in cache:
@@ -291,7 +290,7 @@ def audit(out, runs, previous):
         windows, sha = cache[key]
         if sha != ckpt["data"]["val_sha256"]:
             raise UserError(f"data/{c['dataset']}/val.bin is not the text of {name}: prepare it as it was then")
-        model = build(ckpt).to(device)
+        model.to(device)
         run = runs[arm, seed] or ckpt
         problems = [f"ckpt.pt and log.jsonl differ in {line}" for line in differences(run, ckpt)]
         if ckpt["val_history"] != run["val_history"]:

@@ -12,7 +12,8 @@ This file needs torch and nothing else of this project: copy it.
 
 import hashlib
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from pathlib import Path
 
 import torch
 import torch.nn as nn
@@ -289,6 +290,22 @@ class GPT(nn.Module):
             return logits, F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
         loss = self.loss(x.flatten(0, 1), targets.flatten(), reduction)
         return None, loss.view(targets.shape) if reduction == "none" else loss
+
+    @classmethod
+    def from_checkpoint(cls, source):
+        """
+        The model of a run, in evaluation mode, from its folder, its ckpt.pt, or what torch.load has read from that.
+
+        Fields of GPTConfig that a checkpoint does not name take their defaults. Nothing in the file is executed.
+        """
+        if not isinstance(source, dict):
+            path = Path(source)
+            path = path / "ckpt.pt" if path.is_dir() else path
+            source = torch.load(path, map_location="cpu", weights_only=True)
+        saved = source["config"]
+        model = cls(GPTConfig(**{f.name: saved.get(f.name, f.default) for f in fields(GPTConfig)}), source["seed"])
+        model.load_state_dict(source["model"])
+        return model.eval()
 
     @staticmethod
     def pretrained_shape(name):

@@ -11,8 +11,8 @@ SOURCE is one of
                     folder of them, read in the order of their names
 
 --tokenizer: char is the default for pydocs, shakespeare and .txt, gpt2 for all else. --tokens: stop after so many,
-training and validation together. --workers: threads that tokenize (default: one a core); the files are the same,
-to the bit, for any number.
+training and validation together. --workers: threads that tokenize (default: one a core); the files are the same, to
+the bit, for any number.
 
 Writes train.bin and val.bin (raw little-endian uint16, or uint32 for vocabularies above 65,535 tokens: nanoGPT's
 files work here and ours there) and meta.json. Nothing is translated: line ends stay as they are; only a byte-order
@@ -21,8 +21,8 @@ mark at the start of a file is dropped. Rows whose text is null or empty are ski
 char: documents are joined by one newline; the first 90% of the characters train, the rest validate.
 gpt2: the end-of-text token 50256 follows each document and stands nowhere else. Whole documents validate: every tenth
 of the first 10,000, then every 2,000th; with fewer than ten the last one, and of a single one the last 10% of its
-tokens. Memory is bounded by the largest document. A run that was stopped starts again; the old files stay until all
-new ones are whole.
+tokens. Memory is bounded by the largest document and a batch of a few million characters. A run that was stopped starts
+again; the old files stay until all new ones are whole.
 
 This file owns the format: what train.py and analyze.py need of it (reading, checking, windows, references) is here.
 """
@@ -53,7 +53,7 @@ HUB = {
     "fineweb-edu": "hub:HuggingFaceFW/fineweb-edu:sample-10BT",
 }
 CHUNK = 2**24  # tokens looked at together when a whole file is read
-PIECE = 2**22  # characters tokenized together
+BATCH = 2**22  # characters tokenized together
 GPT2_VOCAB, END_OF_TEXT = 50257, 50256
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -76,11 +76,9 @@ def load(folder, vocab_size=None, check=True):
         if not path.is_file():
             raise UserError(f"{path} not found: run `{make}` first")
     if (folder / "meta.json").is_file():
-        meta = read_json(folder / "meta.json")
-        kinds = {"vocab_size": int, "dtype": str, "tokens": dict, "sha256": dict, "tokenizer": str | None}
-        missing = [k for k, kind in kinds.items() if k not in meta or not isinstance(meta[k], kind)]
-        if missing or meta["dtype"] not in ("uint16", "uint32"):
-            raise UserError(f"{folder}/meta.json is not ours (no usable {(missing or ['dtype'])[0]}): run `{make}`")
+        meta = read_json(folder / "meta.json", "tokenizer", "vocab_size", "dtype", "tokens", "sha256")
+        if meta["dtype"] not in ("uint16", "uint32"):
+            raise UserError(f"{folder}/meta.json is not ours (dtype {meta['dtype']}): run `{make}`")
     elif vocab_size is None:
         raise UserError(f"{folder}/meta.json not found: run `{make}`, or for files of nanoGPT say --vocab_size=N")
     else:
@@ -119,9 +117,8 @@ def windows(tokens, block_size, max_tokens=None):
     """
     targets = len(tokens) - 1 if max_tokens is None else min(len(tokens) - 1, max_tokens)
     if targets < block_size:
-        more = "raise eval_tokens" if len(tokens) > block_size else "prepare a longer text"
-        what = f"{targets + 1} validation tokens are too few for one window of {block_size} + 1"
-        raise UserError(f"{what}: set a smaller block_size, or {more}")
+        what = f"{targets + 1} tokens are too few for one window of {block_size} + 1"
+        raise UserError(f"{what}: take a shorter window (block_size), or more text (eval_tokens)")
     return np.lib.stride_tricks.sliding_window_view(tokens, block_size + 1)[: targets - block_size + 1 : block_size]
 
 
@@ -185,8 +182,8 @@ def download_shakespeare():
 def text_of(row, name):
     """(name, text) of a row; text may be None."""
     if not isinstance(row, dict) or "text" not in row:
-        there = f"columns {', '.join(row)}" if isinstance(row, dict) else f"a {type(row).__name__}"
-        raise UserError(f"{name} has no column `text` but {there}: rename the one that holds the text")
+        there = f" but {', '.join(row)}" if isinstance(row, dict) else ""
+        raise UserError(f"{name} has no column `text`{there}: rename the one that holds the text")
     text = row["text"]
     if not isinstance(text, str | None):
         raise UserError(f"{name}: its text is of type {type(text).__name__}, it must be a string")
@@ -306,53 +303,44 @@ def gpt2():
 
 
 def batches(docs):
-    """(name, text) of documents -> lists of them of about PIECE characters together, or one longer document."""
+    """Documents -> lists of (name, text) of BATCH characters together, or of one document that is longer."""
     batch, size = [], 0
     for name, text in docs:
-        if batch and size + len(text or "") > PIECE or len(batch) > 4096:
+        text = text or ""
+        if batch and size + len(text) > BATCH:
             yield batch
             batch, size = [], 0
         batch.append((name, text))
-        size += len(text or "")
+        size += len(text) + 64  # rows without text take memory too
     yield batch
 
 
 @contextlib.contextmanager
-def silence():
-    """Nothing is written to stderr: a panic inside tiktoken prints pages, and we say it in one line."""
-    kept, nowhere = os.dup(2), os.open(os.devnull, os.O_WRONLY)
-    os.dup2(nowhere, 2)
+def quiet():
+    """Nothing reaches stderr: a panic inside tiktoken prints pages."""
+    kept, null = os.dup(2), os.open(os.devnull, os.O_WRONLY)
+    os.dup2(null, 2)
     try:
         yield
     finally:
         os.dup2(kept, 2)
         os.close(kept)
-        os.close(nowhere)
+        os.close(null)
 
 
-def encode(texts, workers):
-    """Texts -> their tokens, or the exception that tiktoken ended with; a panic inside it is no Exception."""
+def encode(batch, workers):
+    """A list of (name, text) -> the tokens of each, a list of lists."""
+    encoding = gpt2()
     try:
-        with silence():
-            return gpt2().encode_ordinary_batch(texts, num_threads=workers)  # text that reads <|endoftext|> is text
-    except (KeyboardInterrupt, UserError):
+        with quiet():  # encode_ordinary: text that reads <|endoftext|> is text
+            return encoding.encode_ordinary_batch([text for _, text in batch], num_threads=workers)
+    except KeyboardInterrupt:
         raise
-    except BaseException as e:
-        return e
-
-
-def encoded(docs, workers):
-    """Documents -> the tokens of each with the end-of-text token behind them, or None for a row without text."""
-    for batch in batches(docs):
-        texts = [text for _, text in batch if text]
-        tokens = encode(texts, workers)
-        if isinstance(tokens, BaseException):
-            alone = ((name, encode([text], 1)) for name, text in batch if text)
-            name, e = next((name, e) for name, e in alone if isinstance(e, BaseException))
-            raise UserError(f"{name} can't be tokenized ({type(e).__name__}: {textwrap.shorten(str(e), 200)})")
-        tokens = iter(tokens)
-        for _, text in batch:
-            yield np.array([*next(tokens), END_OF_TEXT], "<u2") if text else None
+    except BaseException as e:  # a panic is no Exception
+        if len(batch) == 1:
+            why = f"{type(e).__name__}: {textwrap.shorten(str(e), 200)}"
+            raise UserError(f"{batch[0][0]} can't be tokenized ({why}): change or remove this document") from None
+    return [encode([document], 1)[0] for document in batch]  # one of them fails again, and is named
 
 
 @contextlib.contextmanager
@@ -375,8 +363,7 @@ def prepared(folder):
             whole_file(folder / "val.bin", "wb") as val,
         ):
             for file in (f, train, val):
-                with contextlib.suppress(OSError):  # no locks on this disk, then nothing is swept either
-                    fcntl.flock(file, fcntl.LOCK_EX)
+                fcntl.flock(file, fcntl.LOCK_EX)
             meta = {}
             yield train, val, meta
             json.dump(meta, f, indent=1)
@@ -392,73 +379,66 @@ def prepared(folder):
         raise
 
 
-def contents(train, val, meta):
-    """What meta.json says of the two files, which are written: tokens, sha256 and references of each."""
-    tokens = {}
+def described(train, val, source, tokenizer, vocab_size, dtype, **more):
+    """The contents of meta.json for two files of tokens that are written but still open."""
+    tokens, sha = {}, {}
     for split, file in (("train", train), ("val", val)):
         file.flush()
-        tokens[split] = np.memmap(file.name, np.dtype(meta["dtype"]).newbyteorder("<"), "r")
+        tokens[split] = np.memmap(file.name, np.dtype(dtype).newbyteorder("<"), mode="r")
+        with open(file.name, "rb") as f:
+            sha[split] = hashlib.file_digest(f, "sha256").hexdigest()
     losses = {"unigram": None, "bigram": None}
-    if len(tokens["val"]) > 1:  # the first token is no target
-        losses = reference_losses(tokens["train"], tokens["val"][None], meta["vocab_size"])
+    if len(tokens["val"]) > 1:  # each target a window of its own, so that none is dropped
+        losses = reference_losses(tokens["train"], windows(tokens["val"], 1), vocab_size)
     return {
+        "source": source,
+        "tokenizer": tokenizer,
+        "vocab_size": vocab_size,
+        "dtype": dtype,
         "tokens": {split: len(ids) for split, ids in tokens.items()},
-        "sha256": {split: hashlib.sha256(ids).hexdigest() for split, ids in tokens.items()},
-        **{f"{name}_nats": None if x is None else float(x[0]) for name, x in losses.items()},
+        "sha256": sha,
+        **more,
+        **{f"{name}_nats": None if of is None else float(of.mean()) for name, of in losses.items()},
     }
-
-
-def held_out(k):
-    """Does document k validate?"""
-    return k % 10 == 9 if k < 10_000 else k % 2000 == 1999
 
 
 def write_gpt2(docs, folder, source, limit, workers):
     """GPT-2 tokens of documents, as train.bin, val.bin and meta.json in folder; limit: None, or stop after so many."""
-    from tqdm import tqdm
-
-    said = time.monotonic()
+    began = said = time.monotonic()
     total = n = skipped = start = 0  # tokens, documents, rows without text, bytes of train.bin before the last document
-    with (
-        prepared(folder) as (train, val, meta),
-        tqdm(total=limit, unit="tok", unit_scale=True, desc=folder.name, disable=not sys.stderr.isatty()) as bar,
-    ):
-        for ids in encoded(docs, workers):
-            if ids is None:
+    with prepared(folder) as (train, val, meta):
+        for ids in (ids for batch in batches(docs) for ids in encode(batch, workers)):
+            if not ids:
                 skipped += 1
                 continue
-            start = train.tell()
-            ids = ids[: None if limit is None else limit - total]
-            (val if held_out(n) else train).write(ids)
-            n += 1
+            held_out = n % 10 == 9 if n < 10_000 else n % 2000 == 1999
+            start, n = train.tell(), n + 1
+            ids = np.array([*ids, END_OF_TEXT][: None if limit is None else limit - total], "<u2")
+            (val if held_out else train).write(ids)
             total += len(ids)
-            bar.update(len(ids))
-            if bar.disable and time.monotonic() > said + 10:  # no terminal, so a line now and then
-                said = time.monotonic()
-                print(f"{total:,} tokens", file=sys.stderr, flush=True)
             if total == limit:
                 break
+            if time.monotonic() > said + 10:
+                said = time.monotonic()
+                rate = total / (said - began)
+                left = f", {(limit - total) / rate:,.0f} s left" if limit else ""
+                print(f"{total:,} tokens, {rate:,.0f} tokens/s{left}", file=sys.stderr, flush=True)
         by = "whole documents: every 10th of the first 10,000, then every 2,000th"
         if not val.tell() and total > 1:
             by = "the last document" if n > 1 else "the last 10% of the tokens of a single document"
             cut = start // 2 if n > 1 else int(0.9 * total)
             train.flush()
-            for i in range(cut, total, CHUNK):
-                val.write(np.fromfile(train.name, "<u2", CHUNK, offset=2 * i))
+            val.write(np.memmap(train.name, "<u2", mode="r", offset=2 * cut))
             train.truncate(2 * cut)
         if not val.tell():
             raise UserError(f"{source} has {total} tokens of text, too few to split into training and validation")
-        meta |= {
-            "source": source,
-            "tokenizer": "gpt2",
-            "vocab_size": GPT2_VOCAB,
-            "dtype": "uint16",
+        more = {
             "documents": n,
             "skipped": skipped,
             "end_of_text": f"{END_OF_TEXT} after each document",
             "validation": by,
         }
-        meta |= contents(train, val, meta)
+        meta |= described(train, val, source, "gpt2", GPT2_VOCAB, "uint16", **more)
     return meta
 
 
@@ -466,21 +446,16 @@ def write_chars(text, folder, source):
     """Character tokens of text, split 90/10, as train.bin, val.bin and meta.json in folder."""
     points = np.frombuffer(text.encode("utf-32-le"), "<u4")  # one number a character
     characters, ids = np.unique(points, return_inverse=True)
+    dtype = "uint16" if len(characters) <= 65535 else "uint32"
     cut = int(0.9 * len(ids))
     if cut == 0:
         raise UserError(f"{source} has {len(ids)} characters, too few to split into training and validation text")
+    ids = ids.astype(np.dtype(dtype).newbyteorder("<"))
+    alphabet = characters.astype("<u4").tobytes().decode("utf-32-le")
     with prepared(folder) as (train, val, meta):
-        meta |= {
-            "source": source,
-            "tokenizer": "char",
-            "vocab_size": len(characters),
-            "dtype": "uint16" if len(characters) <= 65535 else "uint32",
-            "characters": characters.astype("<u4").tobytes().decode("utf-32-le"),
-        }
-        ids = ids.astype(np.dtype(meta["dtype"]).newbyteorder("<"))
         train.write(ids[:cut])
         val.write(ids[cut:])
-        meta |= contents(train, val, meta)
+        meta |= described(train, val, source, "char", len(characters), dtype, characters=alphabet)
     return meta
 
 

@@ -497,7 +497,7 @@ def test_a_loss_during_training_that_was_altered_fails_the_audit(out):
 @pytest.mark.parametrize("flag, value", [("n_layer", 3), ("removal", "fixed"), ("removal", "slef"), ("n_head", None)])
 def test_a_config_that_the_weights_do_not_fit_is_named(out, flag, value):
     respoil(out / "Half/seed1/ckpt.pt", lambda c: c["config"].update({flag: value}))
-    with pytest.raises(UserError, match="the weights of Half/seed1 do not fit its saved config"):
+    with pytest.raises(UserError, match="Half/seed1/ckpt.pt is damaged, or no checkpoint of ours"):
         report()
 
 

@@ -18,25 +18,13 @@ sys.path.insert(0, str(ROOT))
 import analyze
 import heads
 from configurator import UserError
-from heads import causal_null, measure, pearson, removing, split_half, token_losses
 from model import GPT, GPTConfig, window_losses
 
 torch.set_num_threads(1)
 os.environ["HF_HUB_OFFLINE"] = "1"  # no test waits for a network
-SMALL = {
-    "hidden_size": 32,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "vocab_size": 64,
-}
-SMALL |= {
-    "intermediate_size": 48,
-    "max_position_embeddings": 64,
-    "bos_token_id": 0,
-    "eos_token_id": 1,
-    "pad_token_id": 2,
-}
+SMALL = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
+SMALL |= {"vocab_size": 64, "intermediate_size": 48, "max_position_embeddings": 64}
+SMALL |= {"bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 2}
 GPT2 = {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64}
 WINDOW = {"head_dim": 8, "sliding_window": 8}  # far shorter than the 40 tokens, so that masks matter
 FAMILIES = {
@@ -146,7 +134,7 @@ def cosine(a, b):
 def test_causal_null_is_the_double_loop(window):
     rng = np.random.default_rng(1)
     y, v = rng.normal(size=(2, 3, 12, 5)), rng.normal(size=(2, 1, 12, 5))  # one value for three heads
-    got = causal_null(torch.tensor(y), torch.tensor(v), window)
+    got = heads.causal_null(torch.tensor(y), torch.tensor(v), window)
     assert got.shape == (2, 3)
     for b in range(2):
         for h in range(3):
@@ -162,43 +150,46 @@ def test_causal_null_keeps_its_digits_over_a_long_text():
     y = v.roll(1, 0)
     a, b = torch.nn.functional.normalize(y.double(), dim=-1), torch.nn.functional.normalize(v.double(), dim=-1)
     want = np.mean([float(a[i] @ b[max(0, i - 4) : i].mean(0)) for i in range(1, 20000)])
-    assert float(causal_null(y, v, 5)) == pytest.approx(want, abs=1e-9)
+    assert float(heads.causal_null(y, v, 5)) == pytest.approx(want, abs=1e-9)
 
 
 def test_causal_null_of_zero_and_of_too_small_a_window():
-    assert float(causal_null(torch.zeros(4, 3), torch.ones(4, 3))) == 0
+    assert float(heads.causal_null(torch.zeros(4, 3), torch.ones(4, 3))) == 0
     with pytest.raises(ValueError, match="earlier"):
-        causal_null(torch.ones(4, 3), torch.ones(4, 3), 1)
+        heads.causal_null(torch.ones(4, 3), torch.ones(4, 3), 1)
 
 
 def test_split_half_by_hand():
     x = np.array([[1.0, 2, 3, 5], [2, 2, 4, 4], [3, 1, 5, 6], [0, 3, 3, 9], [1, 1, 2, 2]])
-    s = split_half(x)
+    s = heads.split_half(x)
     even, odd = (x[0] + x[2] + x[4]) / 3, (x[1] + x[3]) / 2
     assert s["r"] == pytest.approx(stats.pearsonr(even, odd).statistic)
     assert s["spearman_brown"] == pytest.approx(2 * s["r"] / (1 + s["r"]))
+    assert set(s) == {"r", "spearman_brown"}
 
 
-def test_split_half_never_puts_a_window_on_both_sides():
+def test_split_half_of_noise_and_of_no_noise():
     x = np.random.default_rng(3).normal(size=(40, 5000))  # nothing but noise: the halves must not agree
-    assert abs(split_half(x)["r"]) < 0.05
-    assert split_half(np.tile(np.arange(5.0), (4, 1)))["r"] == pytest.approx(1)
+    assert abs(heads.split_half(x)["r"]) < 0.05
+    assert heads.split_half(np.tile(np.arange(5.0), (4, 1)))["r"] == pytest.approx(1)
 
 
 def test_what_is_not_defined_is_none():
-    assert split_half(np.ones((1, 4))) == {"r": None, "spearman_brown": None}
-    assert split_half(np.ones((4, 4)))["r"] is None
-    assert pearson(np.ones(3), np.arange(3.0)) is None and pearson(np.zeros(1), np.zeros(1)) is None
+    assert heads.split_half(np.ones((1, 4))) == {"r": None, "spearman_brown": None}
+    assert heads.split_half(np.ones((4, 4)))["r"] is None
+    assert heads.pearson(np.ones(3), np.arange(3.0)) is None and heads.pearson(np.zeros(1), np.zeros(1)) is None
 
 
 def test_prediction_is_across_halves():
     rng = np.random.default_rng(0)
     x, d = rng.normal(size=(6, 30)), rng.normal(size=(6, 30))
-    p = heads.predicts(x, d)
     e, o = slice(0, None, 2), slice(1, None, 2)
     pairs = [(x[e].mean(0), d[o].mean(0)), (x[o].mean(0), d[e].mean(0))]
-    assert p["pearson"] == pytest.approx(np.mean([stats.pearsonr(*ab).statistic for ab in pairs]))
-    assert p["spearman"] == pytest.approx(np.mean([stats.spearmanr(*ab).statistic for ab in pairs]))
+    assert heads.predicts(x, d) == pytest.approx(np.mean([stats.pearsonr(*ab).statistic for ab in pairs]))
+    assert heads.predicts(x, d, heads.spearman) == pytest.approx(
+        np.mean([stats.spearmanr(*ab).statistic for ab in pairs])
+    )
+    assert heads.predicts(x[:1], d[:1]) is None
 
 
 # --- measures against slow loops
@@ -212,7 +203,7 @@ def test_own_null_across_are_the_double_loop(family, saved):
         path = saved(family.split(",")[0])
         (model, _), reference = heads.open_model(path), eager(path)
     w = W[:2, :13]
-    x, K = measure(model, w, bos="bos" in family)
+    x, K = heads.measure(model, w, bos="bos" in family)
     window = 8 if family == "mistral" else 99
     group = 4 // K
     grouped = family in ("ours, grouped", "llama", "mistral")
@@ -251,7 +242,7 @@ def test_h3_a_head_reads_its_own_group(family, groups, saved):
                 make_v.bias = torch.nn.Parameter(torch.zeros(make_v.weight.shape[0]))
             make_v.weight[part] = 0
             make_v.bias[part] = constant
-    x, K = measure(model, W)
+    x, K = heads.measure(model, W)
     assert int(K) == groups
     assert x["own"] == pytest.approx(1, abs=1e-5) and x["null"] == pytest.approx(1, abs=1e-5)
     if groups == 2:
@@ -262,7 +253,7 @@ def test_h3_a_head_reads_its_own_group(family, groups, saved):
 
 
 def test_a_model_whose_positions_see_themselves_only():
-    x, _ = measure(ours(routing=False), W)
+    x, _ = heads.measure(ours(routing=False), W)
     assert x["own"] == pytest.approx(1, abs=1e-6)
     assert (x["null"] < 0.9).all()
 
@@ -303,7 +294,7 @@ def test_delta_is_a_difference_of_two_forward_passes(family, saved):
         model = reference = ours(n_kv_head=2 if "grouped" in family else None)
     else:
         (model, _), reference = heads.open_model(saved(family)), eager(saved(family))
-    x, _ = measure(model, W, interventions=True)
+    x, _ = heads.measure(model, W, interventions=True)
     untouched = hooked_loss(reference, W, {})
     assert x["loss"] == pytest.approx(untouched, abs=1e-5)
     for layer in range(2):
@@ -319,19 +310,19 @@ def test_delta_is_a_difference_of_two_forward_passes(family, saved):
 def test_removing_in_no_head_changes_no_bit_and_shared_work_changes_none(family, saved):
     model = ours() if family == "ours" else heads.open_model(saved(family))[0]
     w = torch.tensor(W)
-    plain, outputs = token_losses(model, w, keep=0)
+    plain, outputs = heads.token_losses(model, w, keep=0)
     assert len(outputs) == 2
-    model.tap = removing({0: [[]], 1: [[]]})
-    assert torch.equal(token_losses(model, w)[0], plain)
+    model.tap = heads.removing({0: [[]], 1: [[]]})
+    assert torch.equal(heads.token_losses(model, w)[0], plain)
     with heads.returning(model.stack[:1], outputs[:1]):
-        assert torch.equal(token_losses(model, w)[0], plain)
-        model.tap = removing({1: [[2]]})
-        shared = token_losses(model, w)[0]
-    assert torch.equal(token_losses(model, w)[0], shared) and not torch.equal(shared, plain)
+        assert torch.equal(heads.token_losses(model, w)[0], plain)
+        model.tap = heads.removing({1: [[2]]})
+        shared = heads.token_losses(model, w)[0]
+    assert torch.equal(heads.token_losses(model, w)[0], shared) and not torch.equal(shared, plain)
     # both heads of a batch at once, over the layer below, against one at a time
-    model.tap = removing({1: [[2], []]})
+    model.tap = heads.removing({1: [[2], []]})
     with heads.returning(model.stack[:1], [heads.repeat(outputs[0], 2)]):
-        both = token_losses(model, w.repeat(2, 1))[0]
+        both = heads.token_losses(model, w.repeat(2, 1))[0]
     assert torch.allclose(both[:3], shared, atol=1e-5) and torch.allclose(both[3:], plain, atol=1e-5)
 
 
@@ -339,17 +330,17 @@ def test_removing_in_no_head_changes_no_bit_and_shared_work_changes_none(family,
 def test_removing_everywhere_is_the_self_arm(n_kv_head):
     model, arm = ours(n_kv_head=n_kv_head), ours(n_kv_head=n_kv_head, removal="self")
     arm.load_state_dict(model.state_dict())
-    model.tap = removing({0: [[0, 1, 2, 3]], 1: [[0, 1, 2, 3]]}, first=0)
-    assert torch.equal(token_losses(model, torch.tensor(W))[0], token_losses(arm, torch.tensor(W))[0])
-    x, K = measure(arm, W, interventions=True)
+    model.tap = heads.removing({0: [[0, 1, 2, 3]], 1: [[0, 1, 2, 3]]}, first=0)
+    assert torch.equal(heads.token_losses(model, torch.tensor(W))[0], heads.token_losses(arm, torch.tensor(W))[0])
+    x, K = heads.measure(arm, W, interventions=True)
     assert heads.summarize(x, K)["summary"]["r_delta"] is None  # no reliability of rounding
     assert np.abs(x["delta"]).max() < 1e-6 and np.abs(x["delta_all"]).max() < 1e-6  # zero by construction
 
 
 def test_small_batches_change_nothing(monkeypatch):
-    whole, _ = measure(ours(), W, interventions=True)
+    whole, _ = heads.measure(ours(), W, interventions=True)
     monkeypatch.setattr(heads, "ROWS", 40)  # one window and one head at a time
-    single, _ = measure(ours(), W, interventions=True)
+    single, _ = heads.measure(ours(), W, interventions=True)
     for k, a in whole.items():
         assert single[k] == pytest.approx(a, abs=1e-5, nan_ok=True)
 
@@ -362,11 +353,11 @@ import numpy as np, torch
 import heads
 from model import GPT, GPTConfig
 torch.set_num_threads(1)
-model = GPT(GPTConfig(block_size=128, vocab_size=2000, n_layer=2, n_head=4, n_embd=32)).eval()
-model.stack, model.sees = list(model.h), [None, None]
+model = GPT(GPTConfig(block_size=128, vocab_size=2000, n_layer=1, n_head=4, n_embd=32)).eval()
+model.stack, model.sees = list(model.h), [None]
 w = np.random.default_rng(0).integers(0, 2000, (400, 129))
 for n in (64, 400):
-    heads.measure(model, w[:n], interventions=True, layers=[1])
+    heads.measure(model, w[:n], interventions=True)
     print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024)
 """
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=ROOT, check=True)
@@ -387,7 +378,7 @@ def test_tapped_is_eager(family, saved):
     with torch.no_grad():
         a, b = model(ids, use_cache=False).logits, reference(ids, use_cache=False).logits
         assert float(b.std()) > 0.05 and (a - b).abs().max() < 1e-4
-    x, _ = measure(model, W)
+    x, _ = heads.measure(model, W)
     with torch.no_grad():
         own = [float(reference(torch.tensor(w[None]), labels=torch.tensor(w[None])).loss) for w in W]
     assert x["loss"] == pytest.approx(own, abs=1e-5)
@@ -398,9 +389,9 @@ def test_tapped_is_eager(family, saved):
 @pytest.mark.parametrize("family", ["gpt2", "cohere", "opt"])
 def test_loss_in_chunks(family, saved, monkeypatch):
     model, _ = heads.open_model(saved(family))
-    plain, _ = token_losses(model, torch.tensor(W))
+    plain, _ = heads.token_losses(model, torch.tensor(W))
     monkeypatch.setattr(heads, "LOGITS", 3 * 64 * 7)  # seven positions at a time
-    assert torch.allclose(token_losses(model, torch.tensor(W))[0], plain, atol=1e-6)
+    assert torch.allclose(heads.token_losses(model, torch.tensor(W))[0], plain, atol=1e-6)
 
 
 @pytest.mark.parametrize(
@@ -418,14 +409,14 @@ def test_loss_in_chunks(family, saved, monkeypatch):
 def test_what_is_not_implemented_is_refused_by_name(family, changes, words, saved):
     with pytest.raises(UserError, match=words):
         model, _ = heads.open_model(saved(family, **changes))
-        measure(model, W)
+        heads.measure(model, W)
 
 
 @pytest.mark.parametrize("extra", [{"position_bias": torch.zeros(1)}, {"head_mask": 1}, {"anything": "else"}])
 def test_h2_any_unknown_argument_is_refused(extra, saved):
     model, _ = heads.open_model(saved("llama"))
     module, x = model.model.layers[0].self_attn, torch.ones(1, 4, 3, 8)
-    with pytest.raises(UserError, match=next(iter(extra))):
+    with pytest.raises(ValueError, match=next(iter(extra))):
         heads.tapped_attention(module, x, x, x, None, **extra)
     heads.tapped_attention(module, x, x, x, None, **dict.fromkeys(extra))  # None is nothing
 
@@ -442,8 +433,8 @@ def test_an_attention_that_does_something_else_is_noticed(saved, monkeypatch):
             layer.self_attn.scaling = 1.0
 
     monkeypatch.setattr(model, "set_attn_implementation", differ, raising=False)
-    with pytest.raises(UserError, match="its loss is .* not implemented"):
-        measure(model, W)
+    with pytest.raises(UserError, match="not implemented: .* its loss is"):
+        heads.measure(model, W)
 
 
 # --- the command
@@ -455,7 +446,8 @@ def checkpoint(folder, model, **more):
     meta = Path("data/tiny/meta.json")
     data = {"val_sha256": json.loads(meta.read_text())["sha256"]["val"]} if meta.exists() else {}
     ckpt = {"model": model.state_dict(), "config": config, "arm": "FullResidual", "seed": 0, "step": 1, "data": data}
-    ckpt |= {"status": "finished", "window_losses": torch.zeros(1), "training_path_loss": 0.0, "val_history": []} | more
+    ckpt |= {"status": "finished", "window_losses": torch.zeros(1), "training_path_loss": 0.0, "val_history": []}
+    ckpt |= {"training_path_batch": torch.zeros(1)} | more
     folder.mkdir(parents=True)
     torch.save(ckpt, folder / "ckpt.pt")
 
@@ -481,30 +473,18 @@ def no_nan(value):
 def test_the_command_writes_a_report(work, capsys):
     analyze.main(["heads", "run", "--interventions", "--windows=6"])
     out = work / "run" / "heads"
-    names = {
-        "heads_map.png",
-        "heads_null.png",
-        "heads_delta.png",
-        "heads_halves.png",
-        "heads.json",
-        "heads.csv",
-        "heads.md",
-    }
-    assert names <= {p.name for p in out.iterdir()}
+    figures = {f"heads_{name}.png" for name in ("map", "null", "delta", "halves")}
+    assert figures | {"heads.json", "heads.csv", "heads.md"} <= {p.name for p in out.iterdir()}
     r = json.loads((out / "heads.json").read_text(), parse_constant=no_nan)
     expected = {"model", "n_layer", "n_head", "n_kv_head", "windows", "window_length", "loss", "delta_all", "dtype"}
-    assert (
-        expected | {"heads", "summary"} <= set(r)
-        and r["windows"] == 6
-        and r["window_length"] == 40
-        and r["dtype"] == "float32"
-    )
+    assert expected | {"heads", "summary"} <= set(r)
+    assert r["windows"] == 6 and r["window_length"] == 40 and r["dtype"] == "float32"
     assert len(r["heads"]) == 8 and r["heads"][5]["layer"] == 1 and r["heads"][5]["head"] == 1
     assert set(r["heads"][0]) == {"layer", "head", "own", "null", "across", "delta", "delta_se"}
     import prepare
 
     w = prepare.windows(prepare.load("data/tiny")[1], 40)[[0, 2, 4, 6, 8, 10]]  # 12 windows, so every other
-    x, _ = measure(ours(), np.asarray(w, np.int64), interventions=True)
+    x, _ = heads.measure(ours(), np.asarray(w, np.int64), interventions=True)
     assert r["loss"] == pytest.approx(float(window_losses(ours(), w).mean()), abs=1e-6)
     own, delta = x["own"].reshape(6, 8), x["delta"].reshape(6, 8)
     s = r["summary"]
@@ -528,18 +508,9 @@ def test_without_interventions_delta_is_null(work):
 
 
 def measured(own, null, delta):
-    """What measure() would return for one layer of heads: (windows, heads) each."""
+    """What heads.measure() would return for one layer of heads: (windows, heads) each."""
     x = {"own": own, "null": null, "delta": delta, "across": np.full(own.shape, np.nan)}
     return {k: a[:, None, :] for k, a in x.items()} | {"loss": np.ones(len(own)), "delta_all": np.ones(len(own))}
-
-
-def test_the_best_predictor_is_the_one_of_the_largest_r():
-    rng = np.random.default_rng(0)
-    delta = rng.normal(size=30) + 0.1 * rng.normal(size=(40, 30))
-    noise = rng.normal(size=30) + 0.1 * rng.normal(size=(40, 30))
-    summary = heads.summarize(measured(delta + noise / 9, noise, delta), 30)["summary"]
-    sizes = {k: abs(summary[f"r_{k}_delta"]) for k in ("stat", "null", "own_minus_null")}
-    assert summary["best_predictor"] == "own" and max(sizes, key=sizes.get) == "stat"
 
 
 def test_no_point_of_a_figure_lies_outside_its_axes(tmp_path, monkeypatch):
@@ -566,8 +537,8 @@ def test_explained_is_null_where_own_is_near_zero():
 
 
 def test_interrupted_work_resumes(work, monkeypatch):
-    model, path = ours(), work / "heads.npz"
-    whole, _ = measure(model, W, interventions=True)
+    model, path = ours(), work / "heads.pt"
+    whole, _ = heads.measure(model, W, interventions=True)
     monkeypatch.setattr(heads, "ROWS", 160)  # one window at a time
     real, calls = heads.token_losses, []
 
@@ -579,54 +550,32 @@ def test_interrupted_work_resumes(work, monkeypatch):
 
     monkeypatch.setattr(heads, "token_losses", stops)
     with pytest.raises(KeyboardInterrupt):
-        measure(model, W, interventions=True, path=path)
+        heads.measure(model, W, interventions=True, path=path)
     calls.clear()
     monkeypatch.setattr(heads, "token_losses", lambda *a, **k: calls.append(1) or real(*a, **k))
-    x, _ = measure(model, W, interventions=True, path=path)
+    x, _ = heads.measure(model, W, interventions=True, path=path)
     resumed = len(calls)
     for k, a in whole.items():
         assert x[k] == pytest.approx(a, abs=1e-5, nan_ok=True)
     calls.clear()
-    measure(model, W, interventions=True, path=path)
+    heads.measure(model, W, interventions=True, path=path)
     assert len(calls) == 1  # all is there: one pass that finds the shapes
     calls.clear()
-    measure(ours(seed=1), W, interventions=True, path=path)  # other weights: nothing carries over
+    heads.measure(ours(seed=1), W, interventions=True, path=path)  # other weights: nothing carries over
     assert len(calls) == 1 + 3 * 4 > resumed
     turned = ours(seed=1)
     with torch.no_grad():
         turned.h[0].attn.c_proj.weight.copy_(turned.h[0].attn.c_proj.weight.flip(0))  # the same numbers, elsewhere
     calls.clear()
-    measure(turned, W, interventions=True, path=path)
+    heads.measure(turned, W, interventions=True, path=path)
     assert len(calls) == 1 + 3 * 4
-    with np.load(path) as f:
-        altered = {k: f[k] for k in f}
+    altered = torch.load(path, weights_only=True)
     altered["own"] = altered["own"] * 100
-    np.savez(path, **altered)  # not what was measured: measured again
-    again = measure(turned, W, interventions=True, path=path)[0]
+    torch.save(altered, path)  # not what was measured: measured again
+    again = heads.measure(turned, W, interventions=True, path=path)[0]
     assert len(calls) == 2 * (1 + 3 * 4) and np.abs(again["own"]).max() <= 1
     path.write_bytes(path.read_bytes()[:100])  # damaged: measured again
-    assert measure(model, W, path=path)[0]["loss"] == pytest.approx(whole["loss"], abs=1e-5)
-
-
-def test_an_interrupt_between_loss_and_cosines_leaves_no_hole(work, monkeypatch):
-    class Interrupted:
-        def __iter__(self):
-            raise KeyboardInterrupt
-
-    model, path, real, taps = ours(), work / "heads.npz", heads.measuring, []
-
-    def measuring(found, sees):
-        tap = real(found, sees)
-        taps.append(tap)
-        if len(taps) < 2:  # the first look
-            return tap
-        return lambda layer, y, v: (found.update({layer: Interrupted()}), y)[1]
-
-    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(heads, "measuring", measuring)
-        measure(model, W, path=path)
-    x, _ = measure(model, W, path=path)
-    assert np.isfinite(x["loss"]).all() and np.isfinite(x["own"]).all() and np.isfinite(x["null"]).all()
+    assert heads.measure(model, W, path=path)[0]["loss"] == pytest.approx(whole["loss"], abs=1e-5)
 
 
 def tokenizer(folder, words):
@@ -667,55 +616,41 @@ def test_tokens_of_gpt2_for_a_model_without_a_tokenizer(family, fits, work, save
         analyze.main(argv)
         assert json.loads(Path("o/heads.json").read_text())["text"] == "tiny"
     else:
-        with pytest.raises(UserError, match="without a tokenizer"):
+        with pytest.raises(UserError, match="not those of gpt_neox"):
             analyze.main(argv)
     with pytest.raises(UserError, match="comes without a tokenizer"):
         analyze.main(["heads", saved(family), "--text=tiny.txt"])
 
 
-def test_several_models_make_one_table_and_one_figure(work, saved):
+def test_several_models_make_one_table(work, saved):
     checkpoint(work / "other" / "run", ours(seed=1, removal="self"))
     analyze.main(["heads", "run", "other/run", "--windows=2", "--out=all"])
     lines = Path("all/models.csv").read_text().splitlines()
     assert len(lines) == 3 and lines[0].startswith("model,parameters")
-    assert Path("all/models.png").exists() and len(list(Path("all").glob("*/heads.json"))) == 2
+    assert len(list(Path("all").glob("*/heads.json"))) == 2
     assert "zero by construction" in next(Path("all").glob("other*/heads.md")).read_text()
 
 
 @pytest.mark.parametrize(
     "argv, words",
     [
+        ([], "name a MODEL"),
+        (["run", "--windows=0"], "at least 1"),
+        (["run", "--data=tiny", "--text=short.txt"], "one of them"),
         (["nowhere/none"], "can't be loaded"),
-        (["out/x/y/seed0"], "no run folder or file here"),
-        ([""], "no run folder or file here"),
-        (["run", "run/ckpt.pt"], "named twice"),
         (["foreign.pt"], "no checkpoint of ours"),
-        (["empty"], "neither ckpt.pt nor config.json"),
+        (["BROKEN", "--data=tiny"], "lacks weights"),
         (["run", "--text=short.txt"], "too few for one window"),
         (["run", "--text=strange.txt"], "no character of data/tiny"),
         (["run", "--window_length=41"], "has 40 positions, so --window_length=41"),
-        (["run", "--window_length=1"], "has 40 positions, so --window_length=1"),
-        (["run", "--window_length=0"], "has 40 positions, so --window_length=0"),
         (["run", "--bos"], "no beginning-of-text token"),
-        (["run", "--data=absent"], "absent"),
-        (["run", "--data="], "--data is empty"),
-        (["run", "--out="], "--out is empty"),
         (["run", "--data=alien"], "vocabulary"),
-        (["run", "--windows=0"], "at least 1"),
-        (["run", "--dtype=float31"], "float32"),
-        (["run", "--data=tiny", "--text=short.txt"], "one of them"),
-        (["run", "--intervention"], "--interventions"),
-        (["LLAMA"], "--data=NAME or --text=FILE"),
-        (["LLAMA", "--data=tiny"], "tokenizer char"),
-        (["LLAMA", "--text=short.txt"], "without a tokenizer"),
-        (["BROKEN", "--data=tiny"], "lacks weights"),
-        ([], "name a MODEL"),
+        (["LLAMA", "--data=tiny"], "not those of llama"),
     ],
 )
 def test_bad_input_is_one_line(argv, words, work, saved):
     import prepare
 
-    Path("empty").mkdir()
     torch.save({"model": {}, "model_args": {}}, "foreign.pt")
     Path("short.txt").write_text("012345")
     Path("strange.txt").write_text("é" * 100)
@@ -747,7 +682,7 @@ def test_data_prepared_anew_is_not_what_the_run_was_trained_on(work):
 
 def test_an_error_leaves_the_command_with_one_line_and_status_2(work):
     done = subprocess.run([sys.executable, ROOT / "analyze.py", "heads", "nowhere.pt"], capture_output=True, text=True)
-    assert done.returncode == 2 and done.stderr.startswith("error: model 'nowhere.pt' is no run folder or file")
+    assert done.returncode == 2 and done.stderr.startswith("error: nowhere.pt not found")
     assert done.stderr.count("\n") == 1
 
 
@@ -765,7 +700,7 @@ def test_a_run_that_diverged_is_refused(work):
 
 
 def test_three_checks_say_every_number_and_hide_none():
-    s = {"r_stat": 0.99, "r_stat_spearman_brown": 0.995, "r_delta": -0.4, "r_delta_spearman_brown": None}
+    s = {"r_stat": 0.99, "r_stat_spearman_brown": 0.995, "r_delta": 0.4, "r_delta_spearman_brown": None}
     s |= {"explained": 0.55}
     s |= {"own_minus_null": 0.1, "own_minus_null_ci95": [0.05, 0.15]}
     heads = {"self/seed0/heads": {"model": "self/seed0", "windows": 8, "tokens": 512, "summary": s}}
@@ -775,7 +710,7 @@ def test_three_checks_say_every_number_and_hide_none():
     text = "\n".join(analyze.three_checks(report, heads))
     for part in (
         "r_stat 0.990 (Spearman-Brown 0.995)",
-        "r_delta -0.400 (Spearman-Brown –)",
+        "r_delta 0.400 (Spearman-Brown –)",
         "explained 55.0%",
         "+0.100",
         "self − rotated -0.0040",

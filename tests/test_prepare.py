@@ -93,7 +93,7 @@ def test_windows_are_those_of_a_slow_loop(n, size, most):
 
 
 def test_too_few_tokens_for_a_window():
-    with pytest.raises(prepare.UserError, match="3 validation tokens are too few for one window of 3"):
+    with pytest.raises(prepare.UserError, match="3 tokens are too few for one window of 3"):
         prepare.windows(np.arange(3), 3)
 
 
@@ -144,7 +144,7 @@ def test_pydocs_is_the_same_text_and_needs_neither_library():
 
     text = "\n\n".join(topics[k] for k in sorted(topics))
     assert characters(train, meta) + characters(val, meta) == text and len(train) == int(0.9 * len(text))
-    keys = "source tokenizer vocab_size dtype characters tokens sha256 unigram_nats bigram_nats"
+    keys = "source tokenizer vocab_size dtype tokens sha256 characters unigram_nats bigram_nats"
     assert " ".join(meta) == keys
     assert (meta["tokenizer"], meta["dtype"], meta["vocab_size"]) == ("char", "uint16", len(set(text)))
     for split in ("train", "val"):
@@ -153,6 +153,10 @@ def test_pydocs_is_the_same_text_and_needs_neither_library():
     counts = np.bincount(train, minlength=len(set(text)))
     nats = -np.log((counts[val[1:]] + 1) / (counts.sum() + len(counts))).mean()
     assert meta["unigram_nats"] == pytest.approx(nats, abs=1e-9)
+    pairs = np.zeros((len(counts), len(counts)), int)
+    np.add.at(pairs, (train[:-1], train[1:]), 1)
+    p = (pairs + 1) / (pairs + 1).sum(1, keepdims=True)
+    assert meta["bigram_nats"] == pytest.approx(-np.log(p[val[:-1], val[1:]]).mean(), abs=1e-9)
 
 
 EVERY_NEWLINE = "a\n\u2029\u2028\x0c\x85b\r\nc\rd\n\n\ne"
@@ -262,28 +266,31 @@ def test_text_that_reads_end_of_text():  # P5
     train, val, meta = make(jsonl("a.jsonl", "a<|endoftext|>b", "b"), "--workers=1")
     assert train == [64, 27, 91, 437, 1659, 5239, 91, 29, 65, END] and val == [65, END]
     assert meta["end_of_text"] == "50256 after each document"
-    keys = "source tokenizer vocab_size dtype documents skipped end_of_text validation"
-    assert " ".join(meta) == keys + " tokens sha256 unigram_nats bigram_nats"
+    keys = "source tokenizer vocab_size dtype tokens sha256 documents skipped end_of_text validation"
+    assert " ".join(meta) == keys + " unigram_nats bigram_nats"
     assert (meta["vocab_size"], meta["dtype"], meta["bigram_nats"]) == (50257, "uint16", None)
     assert meta["unigram_nats"] == pytest.approx(math.log((10 + 50257) / 2), abs=1e-9)  # 50256 was seen once
 
 
 def test_long_runs_of_one_character(bpe):  # P6
     source = jsonl("a.jsonl", "An ordinary one.", "^" * 1_000_000, "a" * 1_000_000, "Another one.")
+    began = time.monotonic()
     train, val, meta = make(source, "--workers=4")
-    ends = [i for i, t in enumerate(train + val) if t == END]
-    first, last = bpe.encode_ordinary("An ordinary one."), bpe.encode_ordinary("Another one.")
-    assert train[: ends[0]] == first and val == [*last, END]
-    assert ends[1] - ends[0] == ends[2] - ends[1] == 250_001 and meta["documents"] == 4
+    assert time.monotonic() < began + 30 and meta["documents"] == 4
+    ends = [i for i, t in enumerate(train) if t == END]
+    assert train[: ends[0]] == bpe.encode_ordinary("An ordinary one.")
+    assert ends[1] - ends[0] == ends[2] - ends[1] == 250_001
+    assert val == [*bpe.encode_ordinary("Another one."), END]
 
 
-def test_a_panic_names_the_document():  # P6
-    jsonl("a.jsonl", "An ordinary one.", " " * 1_500_000 + "x", "Another one.")
-    line = refused("a.jsonl", "--workers=2")
-    assert "a.jsonl line 2 can't be tokenized (PanicException" in line
+def test_a_panic_names_the_document():  # P6; so many spaces make tiktoken panic, which is no Exception
+    source = jsonl("a.jsonl", "A text.", " " * 1_500_000 + "x", "Another text.")
+    assert "a.jsonl line 2 can't be tokenized (PanicException" in refused(source, "--workers=2")
+    assert not Path("data").exists()
 
 
-def test_whole_documents_are_held_out(bpe):
+def test_whole_documents_are_held_out(bpe, monkeypatch):
+    monkeypatch.setattr(prepare, "BATCH", 5000)  # many batches
     texts = [f"Document {k}." for k in range(12_001)]
     docs = [[*ids, END] for ids in bpe.encode_ordinary_batch(texts)]
     out = [k for k in range(12_001) if (k % 10 == 9 and k < 10_000) or k % 2000 == 1999]
@@ -306,7 +313,9 @@ def test_hub_and_parquet_stop_early(bpe):
     expected = [i for t in texts[:9] for i in [*bpe.encode_ordinary(t), END]]
     process = command("hub:owner/name", "--tokens=5000", "--workers=2", env=OFFLINE)
     said = process.communicate(timeout=60)[1].splitlines()  # on a busy machine it tells how far it is, and no more
-    assert process.returncode == 0 and all(re.fullmatch(rb"[\d,]+ tokens", x) for x in said)
+    assert process.returncode == 0 and all(
+        re.fullmatch(rb"[\d,]+ tokens, [\d,]+ tokens/s, [\d,]+ s left", x) for x in said
+    )
     train, val, meta = prepare.load("data/name")
     assert train.tolist()[: len(expected)] == expected and len(train) + len(val) == 5000
     assert meta["source"] == "hub:owner/name"
@@ -318,7 +327,7 @@ def test_hub_and_parquet_stop_early(bpe):
 
 def started(*args):
     """A command that has written its first document and now tokenizes its long second one."""
-    jsonl("long.jsonl", "An ordinary one. " * 250_000, *["a" * 10_000_000] * 20)
+    jsonl("long.jsonl", "An ordinary one. " * 14_000, "a" * 30_000_000, "The last.")
     process = command("long.jsonl", "--workers=1", "--out=out", *args)
     until = time.monotonic() + 40
     while not any(p.stat().st_size for p in Path().glob("out/train.bin.*.tmp")):
@@ -388,16 +397,11 @@ def test_hub_out_of_reach():
 @pytest.mark.parametrize(
     "name,raw,message",
     [
-        ("a.jsonl", b'{"text": "a"}\n{"text": "b\n', "a.jsonl line 2 is no JSON (Invalid control character"),
         ("a.jsonl", b'{"text": "a"}\n\n{"text": "\xe9"}\n', "a.jsonl line 3 is no JSON ('utf-8' codec"),
-        ("a.jsonl", b'{"content": "a", "id": 1}\n', "a.jsonl line 1 has no column `text` but columns content, id"),
+        ("a.jsonl", b'{"content": "a", "id": 1}\n', "a.jsonl line 1 has no column `text` but content, id"),
         ("a.jsonl", b'{"text": 5}\n', "a.jsonl line 1: its text is of type int"),
-        ("a.jsonl", b'["a"]\n', "a.jsonl line 1 has no column `text` but a list"),
-        ("a.jsonl", b"[" * 100_000, "a.jsonl line 1 is no JSON"),
         ("a.jsonl", b"", "a.jsonl has 0 tokens of text"),
         ("a.parquet", b"no parquet", "a.parquet can't be read (ArrowInvalid"),
-        ("a.parquet", None, "a.parquet has no column `text` but columns id, content"),
-        ("a.csv", b"a", "unknown source 'a.csv': pydocs, shakespeare, openwebtext"),
         ("finewebb", None, "unknown source 'finewebb', did you mean fineweb?"),
         ("b.jsonl", None, "b.jsonl not found"),
     ],
@@ -405,8 +409,6 @@ def test_hub_out_of_reach():
 def test_bad_input_gets_one_line(name, raw, message):
     if raw is not None:
         Path(name).write_bytes(raw)
-    elif name == "a.parquet":
-        parquet(name, ["a"], name="content")
     assert message in refused(name, "--workers=1")
 
 
@@ -415,10 +417,8 @@ def test_bad_input_gets_one_line(name, raw, message):
     [
         ([], "name one SOURCE"),
         (["pydocs", "--tokenizer=bpe"], "unknown tokenizer 'bpe': char or gpt2"),
-        (["pydocs", "--tokens=0"], "--tokens=0 must be at least 1"),
         (["pydocs", "--workers=0"], "--workers=0 must be at least 1"),
         (["hub:name"], "'hub:name' names no dataset of the hub: write hub:owner/name"),
-        (["pydocs", "--worker=2"], "did you mean --workers?"),
         (["pydocs", "--text=a.txt"], "--text is for shakespeare"),
     ],
 )
