@@ -8,9 +8,16 @@ assignments, and files that are written whole or not at all. Nothing here knows 
 import ast
 import contextlib
 import difflib
+import errno
+import fcntl
+import hashlib
 import json
 import os
+import signal
+import subprocess
 import sys
+import tempfile
+import time
 import traceback
 import typing
 import uuid
@@ -25,6 +32,7 @@ def cli(main):
     """Run main(arguments) as a command: an error for people is one line and exit status 2."""
     for out in (sys.stdout, sys.stderr):
         out.reconfigure(errors="backslashreplace")  # a POSIX locale must not turn a message into a crash
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # as an exception, so that nothing is left half-written
     try:
         main(sys.argv[1:])
         sys.stdout.flush()
@@ -35,8 +43,9 @@ def cli(main):
         sys.exit(130)
     except (UserError, OSError) as e:
         text = str(e) if isinstance(e, UserError) else f"{e.strerror or e}: {e.filename or 'the disk'}"
-        if os.environ.get("LOCAL_RANK", "0") == "0":  # torchrun starts many of us; one line a machine is enough
-            print(f"error: {' '.join(text.split())}", file=sys.stderr, flush=True)
+        rank = os.environ.get("RANK") or "0"  # torchrun starts many of us
+        where = "" if rank == "0" else f" (rank {rank})"
+        print(f"error{where}: {' '.join(text.split())}", file=sys.stderr, flush=True)
         sys.exit(2)
 
 
@@ -87,6 +96,24 @@ def parse(argv, known):
                 value = text
         flags[name] = typed(f"--{name}", value, known[name])
     return positional, flags
+
+
+def chosen(flag, text, known):
+    """--arms=A,B or --seeds=0-3,7 -> those of the known names or numbers, each once; all of them where text is None."""
+    if text is None:
+        return list(known)
+    names, parts = {str(k): k for k in known}, []
+    for part in text.split(","):
+        low, dash, high = part.partition("-")
+        if part not in names and dash and low.isdecimal() and high.isdecimal() and int(high) - int(low) < 10**6:
+            parts += map(str, range(int(low), int(high) + 1))
+        else:
+            parts.append(part)
+    for name in parts or [text]:
+        if name not in names or parts.count(name) > 1:
+            hint = nearest(name, names)
+            raise UserError(f"--{flag}={text[:80]} must name what the config has, each once: {name!r} is not so{hint}")
+    return [names[name] for name in parts]
 
 
 def read_text(path):
@@ -150,6 +177,37 @@ def whole_file(path, mode="w", replace=True):
             os.unlink(tmp)
 
 
+def check_disk(out):
+    """Raises UserError unless locks, renames and hard links work in the folder: on them rests that no work is mixed."""
+    try:
+        with (
+            tempfile.TemporaryDirectory(prefix="probe-", dir=out) as place,
+            open(f"{place}/lock", "a") as one,
+            open(f"{place}/lock", "a") as other,
+        ):
+            fcntl.flock(one, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            os.link(f"{place}/lock", f"{place}/link")
+            os.replace(f"{place}/link", f"{place}/moved")
+            with contextlib.suppress(BlockingIOError):
+                fcntl.flock(other, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                raise OSError(errno.ENOLCK, "two processes get one lock")
+    except OSError as e:
+        what = f"{out} is on a file system without working locks, renames or hard links ({e.strerror})"
+        raise UserError(f"{what}: choose another --out_dir") from None
+
+
+@contextlib.contextmanager
+def locked(path, wait=False):
+    """Hold a file lock; yields False if another process holds it. The lock of a process that dies is free at once."""
+    with open(path, "a") as f:
+        try:
+            fcntl.flock(f, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+        except BlockingIOError:
+            yield False
+            return
+        yield True
+
+
 def read_json(path, *needed):
     """The JSON object in a file; raises UserError where there is none, or it lacks a needed key."""
     try:
@@ -163,3 +221,106 @@ def read_json(path, *needed):
     if missing := [k for k in needed if k not in value]:
         raise UserError(f"{path} is damaged, it holds no {missing[0]}: restore it")
     return value
+
+
+def source_hashes(path):
+    """Of a file's bytes, and of its code alone, which comments, layout and the version of Python do not change."""
+    text = Path(path).read_bytes()
+    code = ast.unparse(ast.parse(text)).encode()
+    return {"bytes": hashlib.sha256(text).hexdigest(), "code": hashlib.sha256(code).hexdigest()}
+
+
+def commit(folder):
+    """The commit of a folder as git describes it, or None."""
+    with contextlib.suppress(OSError):  # a machine without git
+        git = ["git", "-C", folder, "describe", "--always", "--dirty"]
+        return subprocess.run(git, capture_output=True, text=True).stdout.strip() or None
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# processes and signals
+
+JOB = "NANOABLATE_JOB"  # in the environment of a process that start_jobs started
+STOP = {"signal": 0, "time": 0.0}  # the signal that came first, and when
+
+
+def launched():
+    """(rank, processes) as torchrun sets them, or (0, 1)."""
+    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+    given = {name: os.environ.get(name) for name in names}
+    if not any(given[name] for name in names[:3]):
+        return 0, 1
+    if absent := [name for name in names if not given[name]]:
+        raise UserError(f"{absent[0]} is not set, and others of {', '.join(names)} are: use torchrun, or unset them")
+    return int(given["RANK"]), int(given["WORLD_SIZE"])
+
+
+def on_signal(number, frame):
+    """
+    The first signal is noted in STOP; one that comes 10 s later or more ends the process.
+
+    Launchers forward a signal two or three times within a second: those change nothing.
+    """
+    if not STOP["signal"]:
+        STOP.update(signal=number, time=time.monotonic())
+    elif time.monotonic() > STOP["time"] + 10:
+        signal.signal(number, signal.SIG_DFL)
+        os.kill(os.getpid(), number)
+
+
+def heed_signals():
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, on_signal)
+
+
+def thread_count(threads, width, processes):
+    """CPU threads of one of so many processes: a number as it is; "auto" leaves a small model on one."""
+    if threads != "auto":
+        return threads
+    if "OMP_NUM_THREADS" in os.environ:
+        return int(os.environ["OMP_NUM_THREADS"])
+    return 1 if width < 256 else max(1, os.cpu_count() // processes)
+
+
+def start_jobs(program, jobs, out, gpus=0):
+    """
+    Run a program so many times at once -> the first exit status that is not zero.
+
+    Job k has GPU k modulo their number. Job 0 has the terminal, what the others print goes to out/job{k}.log.
+    """
+    out.mkdir(parents=True, exist_ok=True)
+    devices = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(gpus)))).split(",")
+    children = []
+
+    def forward(number, frame):
+        for child in children:
+            child.send_signal(number)
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, forward)
+    with contextlib.ExitStack() as files:
+        for k in range(jobs):
+            env = os.environ | {JOB: str(k)} | ({"CUDA_VISIBLE_DEVICES": devices[k % len(devices)]} if gpus else {})
+            log = files.enter_context(open(out / f"job{k}.log", "w")) if k else None
+            children.append(subprocess.Popen(program, env=env, stdout=log, stderr=log))
+        statuses = [child.wait() for child in children]
+    return next((128 - status if status < 0 else status for status in statuses if status), 0)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# wandb
+
+
+def wandb_run(project, name, config, rows):
+    """A run on wandb that holds each step once: after a resume a new one begins with the rows that count."""
+    try:
+        import wandb
+
+        log = wandb.init(project=project, name=name, config=config, reinit="finish_previous")
+    except Exception as e:  # not installed, a folder of that name (it has no init), no account, no connection
+        why = " ".join(str(e).split())[:200]
+        raise UserError(f"wandb: {why}; `pip install wandb`, WANDB_MODE=offline needs no account") from None
+    log.define_metric("*", step_metric="iter")
+    for row in rows:
+        log.log(row)
+    return log

@@ -10,8 +10,10 @@ Notable:
 This file needs torch and nothing else of this project: copy it.
 """
 
+import contextlib
 import hashlib
 import math
+import time
 from dataclasses import dataclass, fields
 from pathlib import Path
 
@@ -389,6 +391,65 @@ class GPT(nn.Module):
         return idx
 
 
+# ---------------------------------------------------------------------------------------------------------------------
+# a step of training, and a measurement
+
+
+def batch(tokens, seed, step, batch_size, block_size):
+    """
+    The batch at a step: a pure function of (seed, step), the same for all arms, processes and resumes.
+
+    tokens: (n,) -> (batch_size, block_size + 1) int64; row r is the text from a random start on, inputs and targets.
+    """
+    starts = torch.randint(len(tokens) - block_size, (batch_size,), generator=stream(seed, "batch", step))
+    rows = [tokens[i : i + block_size + 1].astype("int64") for i in starts.tolist()]
+    return torch.stack([torch.from_numpy(row) for row in rows])
+
+
+def learning_rate(config, step):
+    """Linear warm-up, then cosine from learning_rate to min_lr at lr_decay_iters."""
+    if not config.decay_lr:
+        return config.learning_rate
+    if step < config.warmup_iters:
+        return config.learning_rate * (step + 1) / (config.warmup_iters + 1)
+    done = min(1.0, (step - config.warmup_iters) / max(1, config.lr_decay_iters - config.warmup_iters))
+    return config.min_lr + 0.5 * (1 + math.cos(math.pi * done)) * (config.learning_rate - config.min_lr)
+
+
+def make_optimizer(model, config):
+    matrices = [p for p in model.parameters() if p.dim() >= 2]
+    vectors = [p for p in model.parameters() if p.dim() < 2]
+    groups = [{"params": matrices, "weight_decay": config.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
+    betas = (config.beta1, config.beta2)
+    groups = [g for g in groups if g["params"]]
+    return torch.optim.AdamW(groups, config.learning_rate, betas, fused=config.device != "mps")
+
+
+def take_step(model, optimizer, rows, micro, autocast, grad_clip, key=None):
+    """
+    Forward, backward, clip, update: one optimizer step of this process.
+
+    rows: (n, T + 1) tokens, taken micro at a time -> (mean loss of all of them, gradient norm before clipping), two
+    tensors. key: where there is dropout, the key of its random stream; each micro-batch has its own.
+    """
+    total = 0.0
+    for i in range(0, len(rows), micro):
+        part = rows[i : i + micro]
+        if key is not None:
+            torch.manual_seed(hash_seed(*key, i // micro))
+        # gradients travel between processes with the last micro-batch only; the switch must span forward and backward
+        waits = hasattr(model, "no_sync") and i + micro < len(rows)
+        with model.no_sync() if waits else contextlib.nullcontext():
+            with autocast:
+                _, loss = model(part[:, :-1], part[:, 1:], reduction="mean")
+            (loss * (micro / len(rows))).backward()
+        total += loss.detach() * (micro / len(rows))
+    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), grad_clip or math.inf)
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=True)
+    return total, norm
+
+
 @torch.no_grad()
 def window_losses(model, windows, rank=0, world=1):
     """
@@ -412,3 +473,29 @@ def window_losses(model, windows, rank=0, world=1):
             losses[i : i + batch] = loss.cpu().double().mean(1)  # Apple GPUs have no float64
     model.train(training)
     return losses
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# this machine
+
+
+def bfloat16_gain():
+    """How many times as fast as float32 a product (2048, 384) @ (384, 1536) in bfloat16 is here, best of five."""
+    best = {}
+    for _ in range(5):
+        for dtype in (torch.float32, torch.bfloat16):
+            a, b = torch.ones(2048, 384, dtype=dtype), torch.ones(384, 1536, dtype=dtype)
+            start = time.perf_counter()
+            a @ b
+            best[dtype] = min(time.perf_counter() - start, best.get(dtype, math.inf))
+    return best[torch.float32] / best[torch.bfloat16]
+
+
+def compiles():
+    """Whether torch.compile works here; a line says why not."""
+    try:
+        torch.compile(lambda x: x.sin() + 1)(torch.ones(8))
+        return True
+    except Exception as e:  # a compiler that is absent or broken, in whatever way
+        print(f"torch.compile does not work here: {' '.join(str(e).split())[:200]}")
+        return False

@@ -160,6 +160,16 @@ def reference_losses(train, windows, vocab_size):
     return losses
 
 
+def decode(ids, meta):
+    """Token ids of a prepared folder -> their text; None where its meta.json does not say what they mean."""
+    if meta["tokenizer"] == "char":
+        return "".join(meta["characters"][i] for i in ids if i < len(meta["characters"]))
+    try:
+        return gpt2().decode([i for i in ids if i < GPT2_VOCAB]) if meta["tokenizer"] == "gpt2" else None
+    except UserError:  # no vocabulary here, and no connection
+        return None
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # preparing
 

@@ -1,15 +1,14 @@
 """
 One config -> every run of the experiment.
 
-    python train.py config/NAME.py [--key=value ...] [--arms=A,B] [--seeds=0-3] [--plan] [--amend="reason"]
+    python train.py config/NAME.py [--key=value ...] [--jobs=N] [--arms=A,B] [--seeds=0-3] [--plan] [--amend="reason"]
     torchrun --standalone --nproc_per_node=N train.py config/NAME.py ...
 
 A config is plain Python assignments of the names in Config below. A run is arm x seed and lives in
 out/EXPERIMENT/ARM/seedK/; seeds are the outer loop, so an interrupted experiment holds complete pairs. Finished runs
-are skipped, unfinished ones resume. Start the command several times (one process a core or GPU, an array of jobs) and
-the processes share the runs among them through file locks. --arms and --seeds narrow one invocation; --plan writes
-plan.json, which binds the experiment, and stops; --amend lets a changed config, source or data go on, and says so in
-every report.
+are skipped, unfinished ones resume. --jobs=N runs N processes that share the runs through file locks; so do commands
+that are started on several machines with one disk. --arms and --seeds narrow one invocation; --plan writes plan.json,
+which binds the experiment, and stops; --amend lets a changed config, source or data go on, and every report says so.
 
 Two arms with one seed differ by the arm and by nothing else: the same initial weights to the bit, and at step s the
 same batch, which is a function of (seed, s) alone.
@@ -17,20 +16,15 @@ same batch, which is a function of (seed, s) alone.
 
 import contextlib
 import dataclasses
-import errno
-import fcntl
+import fnmatch
 import gc
-import hashlib
 import json
 import math
 import os
 import platform
 import re
-import shutil
 import signal
-import subprocess
 import sys
-import tempfile
 import textwrap
 import time
 import typing
@@ -45,11 +39,22 @@ import torch
 import torch.distributed as dist
 from tqdm import tqdm
 
+import configurator
 import prepare
-from configurator import UserError, assignments, cli, nearest, parse, read_json, typed, whole_file
-from model import GPT, GPTConfig, digest, hash_seed, stream, window_losses
-
-COMPILER = os.environ.get("CXX", "clang++" if sys.platform == "darwin" else "g++")  # torch.compile's choice
+from configurator import JOB, STOP, UserError, cli, locked, nearest, read_json, typed, whole_file
+from model import (
+    GPT,
+    GPTConfig,
+    batch,
+    bfloat16_gain,
+    compiles,
+    digest,
+    hash_seed,
+    learning_rate,
+    make_optimizer,
+    take_step,
+    window_losses,
+)
 
 
 @dataclass
@@ -61,7 +66,10 @@ class Config(GPTConfig):
     arms: dict = field(default_factory=lambda: {"Baseline": {}})  # name -> model flags that this arm changes
     seeds: list | range | tuple = range(1)
     # planned: (arm, arm or "unigram" or "bigram"), first minus second, and perhaps what is predicted of it, in nats:
-    contrasts: list | tuple = ()  # (arm, arm, (low, high)) with None for an open end
+    # (arm, arm, (low, high)) with None for an open end. ((A, B), (C, D)) is the interaction (A - B) - (C - D)
+    contrasts: list | tuple = ()
+    tune_seeds: int = 0  # a side such as "AttnOnly@*" is the best of those arms over the first so many seeds
+    looks: list | tuple = ()  # numbers of seeds at which the report may be read, such as (8, 16, 32)
     margin: float = 0.02  # nats within which two arms count as equivalent
     alpha: float = 0.05
     # data and places
@@ -92,20 +100,27 @@ class Config(GPTConfig):
     device: str = "auto"  # cpu, cuda or mps; auto: cuda where there is one, else cpu
     dtype: str = "auto"  # of autocast: float32 or bfloat16; auto: what choose() below takes for shape and device
     compile: bool | str = "auto"  # likewise
+    threads: int | str = "auto"  # CPU threads of a process: OMP_NUM_THREADS, 1 below a width of 256, else all cores
     deterministic: bool = True  # same command, same machine, same bits
 
 
 TYPES = typing.get_type_hints(Config)
-SHAPE = ("block_size", "vocab_size")  # an arm that changed these would be measured on other windows
+TRAINING = ["learning_rate", "min_lr", "warmup_iters", "lr_decay_iters", "decay_lr", "weight_decay", "grad_clip"]
+TRAINING += ["beta1", "beta2"]
+ARM = {f.name for f in dataclasses.fields(GPTConfig)} - {"block_size", "vocab_size"} | set(TRAINING)  # what an arm sets
 REFERENCES = ("unigram", "bigram")
 SOURCES = ("model.py", "configurator.py", "prepare.py", "train.py")
+RULES = (
+    "outcome: loss over the whole validation split after the last step. test: two-sided paired t over seeds. differs:"
+    " Holm's p below alpha. equivalent, as predicted: one-sided t tests at alpha / contrasts. alpha: divided by looks"
+)
 
 # ---------------------------------------------------------------------------------------------------------------------
-# this process
+# this process, on this machine
 
-RANK, PROCESSES = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+
+RANK, PROCESSES = 0, 1  # set by main
 TERMINAL = sys.stderr.isatty()
-STOP = {"signal": 0}
 
 
 class Stopped(Exception):
@@ -116,12 +131,6 @@ def say(text):
     if RANK == 0:
         tqdm.write(text)
         sys.stdout.flush()
-
-
-def on_signal(number, frame):
-    """The first signal lets the step finish; the second ends the process as if there were no handler."""
-    STOP["signal"] = number
-    signal.signal(number, signal.SIG_DFL)
 
 
 def agreed(value):
@@ -137,6 +146,25 @@ def finite(x):
     return x if math.isfinite(x) else None
 
 
+def choose(config, planned):
+    """
+    Put what the plan says, or a measured choice, in the place of "auto" for dtype and compile.
+
+    Another than float32, eager, is taken where it is at least 1.2 times as fast. bfloat16 can be supported and slower;
+    below a width of 256 it gains nothing. On a CPU compiling gains with bfloat16 alone, and takes half a minute a run.
+    """
+    for name in ("dtype", "compile"):
+        if getattr(config, name) == "auto" and name in planned:
+            setattr(config, name, planned[name])
+    wide = config.n_embd >= 256
+    if config.dtype == "auto":
+        fast = config.device == "cuda" or config.device == "cpu" and wide and bfloat16_gain() >= 1.2
+        config.dtype = "bfloat16" if fast else "float32"
+    if config.compile == "auto":
+        fast = config.device == "cpu" and wide and config.dtype == "bfloat16" and config.max_iters >= 200
+        config.compile = (fast or config.device == "cuda") and compiles()
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # configuration
 
@@ -145,52 +173,64 @@ def finite(x):
 def pretrained_errors():
     try:
         yield
-    except ImportError:
-        raise UserError("init_from needs transformers: pip install transformers") from None
     except ValueError as e:
         raise UserError(f"init_from: {e}") from None
 
 
-def model_config(config, arm, vocab_size):
-    """The GPTConfig of an arm; raises UserError."""
-    known = {f.name: TYPES[f.name] for f in dataclasses.fields(GPTConfig)}
-    values = {name: getattr(config, name) for name in known} | {"vocab_size": vocab_size}
+def arm_config(config, arm):
+    """The Config of an arm: that of the experiment, with what the arm sets; raises UserError."""
+    values = {}
+    known = ARM if config.init_from == "scratch" else ARM - {"n_layer", "n_head", "n_embd", "bias", "n_kv_head"}
     for name, value in config.arms[arm].items():
-        if name in SHAPE:
-            raise UserError(f"arm {arm} sets {name}: then it would be measured on other text than the other arms")
-        if name in ("n_layer", "n_head", "n_embd", "bias", "n_kv_head") and config.init_from != "scratch":
-            raise UserError(
-                f"arm {arm} sets {name}, which the weights of init_from={config.init_from!r} fix for all arms"
-            )
         if name not in known:
-            raise UserError(f"arm {arm} sets {name}, which is no flag of the model{nearest(name, known)}")
-        values[name] = typed(f"arm {arm}: {name}", value, known[name])
-    gpt_config = GPTConfig(**values)
+            raise UserError(f"arm {arm} sets {name!r}, which no arm sets{nearest(str(name), known)}")
+        values[name] = typed(f"arm {arm}: {name}", value, TYPES[name])
+    config = dataclasses.replace(config, **values)
+    check_ranges(config, f"arm {arm}: ")
     try:
-        gpt_config.check()
+        dataclasses.replace(config, vocab_size=config.vocab_size or 1).check()
     except ValueError as e:
         raise UserError(f"arm {arm}: {e}") from None
-    return gpt_config
+    return config
+
+
+def checked_side(side, config, second):
+    """A side of a contrast: an arm, a family of arms such as "A@*", or as the second a reference; raises UserError."""
+    arms = list(config.arms)
+    if type(side) is not str:
+        raise ValueError
+    if "*" in side:
+        if not fnmatch.filter(arms, side):
+            raise UserError(f"contrasts: no arm is called like {side!r}")
+        if not 0 < config.tune_seeds < len(config.seeds) - 1 or config.looks:
+            why = "tune_seeds, at least two seeds more than those, and no looks"
+            raise UserError(f"contrasts: {side!r} chooses an arm, and that needs {why}")
+    elif side not in arms + list(REFERENCES) * second:
+        raise UserError(f"contrasts: no arm is called {side!r}{nearest(side, arms)}")
+    return side
 
 
 def checked_contrast(contrast, config):
-    """[arm, arm or reference], and perhaps [low, high] predicted with None for one open end; raises UserError."""
+    """[a, b], and perhaps [low, high] predicted with None for one open end; raises UserError."""
     try:
         a, b, *predicted = contrast if isinstance(contrast, list | tuple) else ()
-        if not type(a) is type(b) is str or a == b or len(predicted) > 1:
+        if a == b or len(predicted) > 1:
             raise ValueError
+        if isinstance(a, list | tuple) and isinstance(b, list | tuple):  # an interaction
+            a, b = ([checked_side(side, config, False) for side in pair] for pair in (a, b))
+            if len(a) != 2 or len(b) != 2 or any("*" in side for side in a + b):
+                raise ValueError
+        else:
+            a, b = checked_side(a, config, False), checked_side(b, config, True)
         for low, high in predicted:
             ends = [x for x in (low, high) if x is not None]
             if not ends or not all(type(x) in (int, float) and abs(x) < 1e9 for x in ends) or ends != sorted(set(ends)):
                 raise ValueError
+    except UserError:
+        raise
     except (TypeError, ValueError):
-        raise UserError(
-            f"contrast {contrast!r} must be a pair of two names, such as ('FFNOnly', 'AttnOnly'), and perhaps the"
-            " interval that is predicted, such as ('FFNOnly', 'unigram', (-0.02, 0.02)); None is an open end"
-        ) from None
-    for name, known in ((a, list(config.arms)), (b, [*config.arms, *REFERENCES])):
-        if name not in known:
-            raise UserError(f"contrast {contrast} names no arm with {name!r}{nearest(name, known)}")
+        what = "two names or two pairs, and perhaps the interval that is predicted, such as ('A', 'B', (None, 0.02))"
+        raise UserError(f"contrast {contrast!r} must be {what}") from None
     return [a, b, *map(list, predicted)]
 
 
@@ -201,17 +241,23 @@ CHOICES = {"device": ("auto", "cpu", "cuda", "mps"), "dtype": ("auto", "float32"
 CHOICES["compile"] = (True, False, "auto")
 
 
-def check_config(config):
-    """Raises UserError for what would train nothing, or something else than it says."""
+def check_ranges(config, where=""):
+    """Raises UserError for a value that would train nothing, or something else than it says."""
     for name, value in vars(config).items():
         if isinstance(value, float) and not math.isfinite(value):
-            raise UserError(f"{name}={value} must be finite")
+            raise UserError(f"{where}{name}={value} must be finite")
         if value is not None and name in LEAST and value < LEAST[name]:
-            raise UserError(f"{name}={value} must be at least {LEAST[name]}")
+            raise UserError(f"{where}{name}={value} must be at least {LEAST[name]}")
         if name in CHOICES and value not in CHOICES[name]:
-            raise UserError(f"{name}={value!r} must be one of {', '.join(map(str, CHOICES[name]))}")
+            raise UserError(f"{where}{name}={value!r} must be one of {', '.join(map(str, CHOICES[name]))}")
+    if config.threads != "auto" and not (type(config.threads) is int and config.threads > 0):
+        raise UserError(f"threads={config.threads!r} must be auto, or a number from 1 on")
     if config.beta1 >= 1 or config.beta2 >= 1:
-        raise UserError(f"beta1={config.beta1} and beta2={config.beta2} must be below 1")
+        raise UserError(f"{where}beta1={config.beta1} and beta2={config.beta2} must be below 1")
+
+
+def check_experiment(config):
+    """Raises UserError for arms, seeds and contrasts that make no experiment; contrasts become lists."""
     if not config.margin > 0 or not 0 < config.alpha < 0.5:
         raise UserError(f"margin={config.margin} must be positive and alpha={config.alpha} between 0 and 0.5")
     if not config.arms or not config.seeds or not config.out_dir:
@@ -219,30 +265,32 @@ def check_config(config):
     for seed in config.seeds:
         if type(seed) is not int or seed < 0 or config.seeds.count(seed) > 1:
             raise UserError(f"seeds hold {seed!r}: each must be an integer from 0 on, and there once")
+    looks = list(config.looks)
+    if looks and (looks != sorted(set(looks)) or looks[0] < 2 or looks[-1] != len(config.seeds)):
+        raise UserError(f"looks={looks} must rise from 2 or more to the number of seeds, which is {len(config.seeds)}")
     folders = [str(arm).lower() for arm in config.arms]  # one folder where the file system does not tell case
     for arm, flags in config.arms.items():
-        if type(arm) is not str or not re.fullmatch(r"[A-Za-z0-9_+][A-Za-z0-9_.+-]{0,99}", arm) or arm in REFERENCES:
-            raise UserError(f"arm {arm!r}: a name is letters, digits and _+-. and neither unigram nor bigram")
-        if folders.count(arm.lower()) > 1 or arm.startswith(("plan.", "report.")):
+        if type(arm) is not str or not re.fullmatch(r"[A-Za-z0-9_+@][A-Za-z0-9_.+@-]{0,99}", arm) or arm in REFERENCES:
+            raise UserError(f"arm {arm!r}: a name is letters, digits and _+-.@ and neither unigram nor bigram")
+        if folders.count(arm.lower()) > 1 or arm.startswith(("plan.", "report.", "contrasts.", "job")):
             raise UserError(f"arm {arm}: its folder has the name of another arm, or of a file of ours")
         if type(flags) is not dict:
-            raise UserError(f"arm {arm} must be a dict of model flags, not {flags!r}")
-        model_config(config, arm, 1)
+            raise UserError(f"arm {arm} must be a dict of what it sets, not {flags!r}")
+        arm_config(config, arm)
+    config.contrasts = [checked_contrast(c, config) for c in config.contrasts]
+    pairs = [c[:2] for c in config.contrasts]
+    if repeated := [pair for pair in pairs if pairs.count(pair) > 1]:
+        raise UserError(f"contrast {repeated[0]} is planned twice")
 
 
 def read_config(path, flags):
     """A config file and the flags of the command line -> Config; raises UserError."""
-    values = assignments(path)
+    values = configurator.assignments(path)
     values.update(flags)
     if isinstance(name := values.get("init_from", "scratch"), str) and name != "scratch":
         with pretrained_errors():
             values = GPT.pretrained_shape(name) | values  # what is set and does not fit is refused with the weights
     for name, value in values.items():
-        if name == "gradient_accumulation_steps":
-            raise UserError(
-                "gradient_accumulation_steps is nanoGPT's: here batch_size counts all sequences of a step, so set"
-                " batch_size to the product of the two and micro_batch_size to what one device takes at once"
-            )
         if name not in TYPES:
             raise UserError(f"unknown name {name} in {path}{nearest(name, TYPES) or ': train.py lists the known ones'}")
         values[name] = typed(name, value, TYPES[name])
@@ -250,54 +298,29 @@ def read_config(path, flags):
     config.seeds = list(config.seeds)
     config.out_dir = str(Path("out") / Path(path).stem) if config.out_dir is None else config.out_dir
     config.lr_decay_iters = config.max_iters if config.lr_decay_iters is None else config.lr_decay_iters
-    check_config(config)
-    config.contrasts = [checked_contrast(c, config) for c in config.contrasts]
-    pairs = [c[:2] for c in config.contrasts]
-    if repeated := [pair for pair in pairs if pairs.count(pair) > 1]:
-        raise UserError(f"contrast {repeated[0]} is planned twice")
+    check_ranges(config)
+    check_experiment(config)
     return config
 
 
 def first_model(config, arm, seed):
     """The model that a run starts with; all arms of a seed have the same parameters."""
-    gpt_config = model_config(config, arm, config.vocab_size)
+    config = arm_config(config, arm)
+    gpt_config = GPTConfig(**{f.name: getattr(config, f.name) for f in dataclasses.fields(GPTConfig)})
     if config.init_from == "scratch":
         return GPT(gpt_config, seed)
     with pretrained_errors():
         return GPT.from_pretrained(config.init_from, seed, **vars(gpt_config))
 
 
-def narrow(config, arms, seeds):
-    """--arms=A,B and --seeds=0-3,7 -> the arms and seeds of this invocation. The plan stays whole."""
-    names = list(config.arms) if arms is None else arms.split(",")
-    for name in names:
-        if name not in config.arms:
-            raise UserError(f"--arms names {name!r}, which is no arm of the config{nearest(name, config.arms)}")
-    if len(set(names)) < len(names):
-        raise UserError(f"--arms={arms} must name each arm once")
-    if seeds is None:
-        return names, config.seeds
-    if not re.fullmatch(r"\d+(-\d+)?(,\d+(-\d+)?)*", seeds):
-        raise UserError(f"--seeds={seeds} must look like 0-3 or 0,2,5")
-    ends = [[int(x) for x in part.split("-")] for part in seeds.split(",")]
-    numbers = []
-    for end in ends:
-        for seed in range(end[0], end[-1] + 1):
-            if seed not in config.seeds:
-                raise UserError(f"--seeds names {seed}, which is no seed of the config")
-            numbers.append(seed)
-    if not numbers or len(set(numbers)) < len(numbers):
-        raise UserError(f"--seeds={seeds} must name a seed, and each once")
-    return names, numbers
-
-
 # ---------------------------------------------------------------------------------------------------------------------
 # the plan
 
 
-BINDING = ("config", "arms", "seeds", "contrasts", "alpha", "margin", "data", "source")  # parts of a plan
-PLAN = (*BINDING, "commit", "amendments", "packages", "references", "reference_windows", "time")  # all of its parts
-NOT_BINDING = ("out_dir", "log_interval", "checkpoint_interval", "wandb_log", "wandb_project")  # they can't move a bit
+PARTS = ("arms", "seeds", "contrasts", "alpha", "margin", "looks", "tune_seeds")  # names of Config on their own
+BINDING = ("config", *PARTS, "rules", "data", "source")  # what a new plan must not change
+PLAN = ("config", *PARTS[:5], "data", "source", "commit", "amendments", "packages", "references", "reference_windows")
+NOT_BINDING = ("out_dir", "log_interval", "checkpoint_interval", "wandb_log", "wandb_project", "threads")
 
 
 def differences(planned, now):
@@ -306,28 +329,33 @@ def differences(planned, now):
     for part in BINDING:
         a, b = planned.get(part), now.get(part)
         if isinstance(a, dict) and isinstance(b, dict):
-            keys = [k for k in {**a, **b} if part != "config" or k not in NOT_BINDING]
-            lines += [f"{part}.{k}: planned {a.get(k)!r}, now {b.get(k)!r}" for k in keys if a.get(k) != b.get(k)]
+            for k in {**a, **b}:
+                alike = a.get(k) == b.get(k) or part == "config" and k in NOT_BINDING
+                if part == "source" and isinstance(a.get(k), dict) and isinstance(b.get(k), dict):
+                    alike = alike or a[k]["code"] == b[k]["code"]  # comments and layout may change
+                lines += [f"{part}.{k}: planned {a.get(k)!r}, now {b.get(k)!r}"] * (not alike)
         elif a != b:
             lines.append(f"{part}: planned {a!r}, now {b!r}")
     return lines
 
 
+def binding(plan):
+    """{part: digest} of all that binds in a plan. Each run records it, so that a plan that was edited later shows."""
+    parts = {part: plan.get(part) for part in (*BINDING, "references", "reference_windows")}
+    parts["config"] = {k: v for k, v in plan["config"].items() if k not in NOT_BINDING}
+    return {part: digest(value) for part, value in parts.items()}
+
+
 def make_plan(config, data):
     """All that binds an experiment, as plain JSON values; written before the first step."""
-    here = Path(__file__).parent
-    try:
-        git = ["git", "-C", here, "describe", "--always", "--dirty"]
-        commit = subprocess.run(git, capture_output=True, text=True).stdout.strip()
-    except OSError:  # a machine without git
-        commit = ""
-    losses, parts = data["references"], ("arms", "seeds", "contrasts", "alpha", "margin")
+    here, losses = Path(__file__).parent, data["references"]
     return {
-        "config": {k: v for k, v in vars(config).items() if k not in parts},
-        **{k: getattr(config, k) for k in parts},
+        "config": {k: v for k, v in vars(config).items() if k not in PARTS},
+        **{k: getattr(config, k) for k in PARTS},
+        "rules": RULES,
         "data": data["record"],
-        "source": {name: hashlib.sha256((here / name).read_bytes()).hexdigest() for name in SOURCES},
-        "commit": commit or None,
+        "source": {name: configurator.source_hashes(here / name) for name in SOURCES},
+        "commit": configurator.commit(here),
         "packages": {"python": platform.python_version(), "torch": str(torch.__version__), "numpy": np.__version__},
         "machine": {"system": platform.platform(), "processor": platform.machine(), "cores": os.cpu_count()},
         "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
@@ -337,126 +365,54 @@ def make_plan(config, data):
     }
 
 
-def check_disk(out):
-    """Raises UserError unless locks, renames and hard links work in the folder: on them rests that no work is mixed."""
-    try:
-        with (
-            tempfile.TemporaryDirectory(prefix="probe-", dir=out) as place,
-            open(f"{place}/lock", "a") as one,
-            open(f"{place}/lock", "a") as other,
-        ):
-            fcntl.flock(one, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            os.link(f"{place}/lock", f"{place}/link")
-            os.replace(f"{place}/link", f"{place}/moved")
-            with contextlib.suppress(BlockingIOError):
-                fcntl.flock(other, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                raise OSError(errno.ENOLCK, "two processes get one lock")
-    except OSError as e:
-        what = f"{out} is on a file system without working locks, renames or hard links ({e.strerror})"
-        raise UserError(f"{what}: choose another --out_dir") from None
+def more_seeds(out):
+    """How many, by the report that is there, would find the margin in every contrast."""
+    with contextlib.suppress(UserError, KeyError, ValueError, TypeError):  # none, or of an earlier version
+        n = max(c["n_for_margin"] or 0 for c in read_json(out / "report.json", "contrasts")["contrasts"])
+        return f"; about {n} seeds would find the margin in each contrast" if n else ""
+    return ""
 
 
-@contextlib.contextmanager
-def locked(path, wait=False):
-    """Hold a file lock; yields False if another process holds it. The lock of a process that dies is free at once."""
-    with open(path, "a") as f:
-        try:
-            fcntl.flock(f, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
-        except BlockingIOError:
-            yield False
-            return
-        except OSError as e:
-            raise UserError(f"{path} can't be locked ({e.strerror}): --out_dir must be on a disk with flock") from None
-        yield True
-
-
-def bind_plan(out, new, amend):
+def bind_plan(config, data, amend):
     """Write plan.json, or compare with the one that is there; another plan stops the command unless amended."""
+    out = Path(config.out_dir)
     path = out / "plan.json"
     out.mkdir(parents=True, exist_ok=True)
-    check_disk(out)
-    new = json.loads(json.dumps(new))  # as it will be read back: lists for tuples, strings for keys
+    configurator.check_disk(out)
     with locked(out / "plan.lock", wait=True):
-        plan, lines = new, []
-        if path.exists():
-            plan = read_json(path, *PLAN)
-            lines = differences(plan, new)
-            if not lines:
-                return plan
-            if amend is None:
-                for line in lines:
-                    say(line)
-                raise UserError(f"{path} plans another experiment: choose another --out_dir, or say --amend='reason'")
-        elif any(out.glob("*/seed*/log.jsonl")):  # a plan that comes after the results plans nothing
+        old = read_json(path, *PLAN) if path.exists() else None
+        choose(config, old["config"] if old else {})
+        new = json.loads(json.dumps(make_plan(config, data)))  # as it will be read back: lists for tuples
+        lines = differences(old, new) if old else []
+        if old and not lines:
+            return old
+        finished = sorted(str(p.parent.relative_to(out)) for p in out.glob("*/seed*/ckpt.pt"))
+        if not old and any(out.glob("*/seed*/log.jsonl")):  # a plan that comes after the results plans nothing
             lines = ["the plan was written after runs had begun"]
-            if amend is None:
+        if lines and not amend:
+            for line in lines:
+                say(line)
+            if not old:
                 raise UserError(f"{out} holds runs and no plan.json: choose another --out_dir, or --amend='reason'")
+            hint = ""
+            if all(line.startswith("seeds:") for line in lines):
+                hint = " (more seeds are a second experiment: a config with fresh seeds and a plan of its own"
+                hint += f"{more_seeds(out)})"
+            raise UserError(f"{path} plans another experiment{hint}: choose another --out_dir, or say --amend='reason'")
         if lines:
-            note = {"time": new["time"], "reason": amend, "changes": lines}
-            plan = new | {"time": plan["time"], "amendments": [*plan["amendments"], note]}
+            note = {"time": new["time"], "reason": amend, "changes": lines, "finished": finished}
+            note["binding_sha256"] = digest(binding(old)) if old else None
+            old = old or {"time": new["time"], "amendments": []}
+            new |= {"time": old["time"], "amendments": [*old["amendments"], note]}
         with whole_file(path) as f:
             last = "reference_windows"  # thousands of numbers: on one line at the end
-            text = json.dumps({k: v for k, v in plan.items() if k != last}, indent=1)
-            f.write(f"{text[:-2]},\n {json.dumps(last)}: {json.dumps(plan[last])}\n}}\n")
-    return plan
+            text = json.dumps({k: v for k, v in new.items() if k != last}, indent=1)
+            f.write(f"{text[:-2]},\n {json.dumps(last)}: {json.dumps(new[last])}\n}}\n")
+    return new
 
 
 # ---------------------------------------------------------------------------------------------------------------------
 # one run
-
-
-def batch(tokens, seed, step, batch_size, block_size):
-    """
-    The batch at a step: a pure function of (seed, step), the same for all arms, processes and resumes.
-
-    tokens: (n,) -> (batch_size, block_size + 1) int64; row r is the text from a random start on, inputs and targets.
-    """
-    starts = torch.randint(len(tokens) - block_size, (batch_size,), generator=stream(seed, "batch", step))
-    return torch.from_numpy(np.stack([tokens[i : i + block_size + 1] for i in starts.tolist()]).astype(np.int64))
-
-
-def learning_rate(config, step):
-    """Linear warm-up, then cosine from learning_rate to min_lr at lr_decay_iters."""
-    if not config.decay_lr:
-        return config.learning_rate
-    if step < config.warmup_iters:
-        return config.learning_rate * (step + 1) / (config.warmup_iters + 1)
-    done = min(1.0, (step - config.warmup_iters) / max(1, config.lr_decay_iters - config.warmup_iters))
-    return config.min_lr + 0.5 * (1 + math.cos(math.pi * done)) * (config.learning_rate - config.min_lr)
-
-
-def make_optimizer(model, config):
-    matrices = [p for p in model.parameters() if p.dim() >= 2]
-    vectors = [p for p in model.parameters() if p.dim() < 2]
-    groups = [{"params": matrices, "weight_decay": config.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
-    betas = (config.beta1, config.beta2)
-    groups = [g for g in groups if g["params"]]
-    return torch.optim.AdamW(groups, config.learning_rate, betas, fused=config.device != "mps")
-
-
-def take_step(model, optimizer, rows, micro, autocast, grad_clip, key=None):
-    """
-    Forward, backward, clip, update: one optimizer step of this process.
-
-    rows: (n, T + 1) tokens, taken micro at a time -> (mean loss of all of them, gradient norm before clipping), two
-    tensors. key: where there is dropout, the key of its random stream; each micro-batch has its own.
-    """
-    total = 0.0
-    for i in range(0, len(rows), micro):
-        part = rows[i : i + micro]
-        if key is not None:
-            torch.manual_seed(hash_seed(*key, i // micro))
-        # gradients travel between processes with the last micro-batch only; the switch must span forward and backward
-        waits = hasattr(model, "no_sync") and i + micro < len(rows)
-        with model.no_sync() if waits else contextlib.nullcontext():
-            with autocast:
-                _, loss = model(part[:, :-1], part[:, 1:], reduction="mean")
-            (loss * (micro / len(rows))).backward()
-        total += loss.detach() * (micro / len(rows))
-    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), grad_clip or math.inf)
-    optimizer.step()
-    optimizer.zero_grad(set_to_none=True)
-    return total, norm
 
 
 def write_log(folder, rows):
@@ -497,23 +453,8 @@ def finish(folder, rows, ckpt):
     write_log(folder, rows)
     with whole_file(folder / "ckpt.pt", "wb", replace=False) as f:
         torch.save(ckpt, f)
-    for rest in (folder / "state.pt", folder / "lock", *folder.glob("*.tmp")):
+    for rest in (folder / "state.pt", folder / "lock"):
         rest.unlink(missing_ok=True)
-
-
-def wandb_run(config, arm, seed, record, rows):
-    """A run on wandb that holds each step once: after a resume a new one begins with the rows that count."""
-    import wandb
-
-    name = f"{Path(config.out_dir).name}/{arm}/seed{seed}"
-    try:
-        log = wandb.init(project=config.wandb_project, name=name, config=record, reinit="finish_previous")
-    except wandb.Error as e:
-        raise UserError(f"wandb: {str(e).rstrip('.')}; WANDB_MODE=offline needs no account or connection") from None
-    log.define_metric("*", step_metric="iter")
-    for row in rows:
-        log.log(row)
-    return log
 
 
 def autocast(config):
@@ -525,29 +466,32 @@ def device_of(config):
     return torch.device(config.device, torch.cuda.current_device()) if config.device == "cuda" else config.device
 
 
-def wrapped(raw, config):
+def drop_gradients(model, config, rows):
+    """One forward and backward pass of rows (n, T + 1) that leaves no gradient -> the parameters that got none."""
+    with autocast(config):
+        _, loss = model(rows[:, :-1], rows[:, 1:], reduction="mean")
+    loss.backward()
+    unused = [p for p in model.parameters() if p.grad is None]
+    model.zero_grad(set_to_none=True)
+    return unused
+
+
+def wrapped(raw, config, rows):
     """The model as it is trained -> (the compiled model, and the same with its gradients shared among processes)."""
     if config.compile:  # as in a fresh process: after 8 variants of a function torch goes on without compiling
         torch.compiler.reset()
     alone = torch.compile(raw) if config.compile else raw
     if not dist.is_initialized():
         return alone, alone
+    for p in drop_gradients(raw, config, rows):  # a part that an arm left out: DDP would wait for its gradients
+        p.requires_grad_(False)
     ids = [torch.cuda.current_device()] if config.device == "cuda" else None
     warnings.filterwarnings("ignore", "`broadcast_buffers` is deprecated")  # its new name is absent before 2.13
-    return alone, torch.nn.parallel.DistributedDataParallel(alone, device_ids=ids, broadcast_buffers=False)
-
-
-def settle_buckets(model, optimizer, config, rows):
-    """
-    One backward pass whose gradients are dropped, with rows (n, T + 1).
-
-    DDP lays its buckets of gradients out anew after the first backward pass of a process: without this the first step
-    after a resume would add up in another order than that of an undisturbed run.
-    """
-    with autocast(config):
-        _, loss = model(rows[:, :-1], rows[:, 1:], reduction="mean")
-    loss.backward()
-    optimizer.zero_grad(set_to_none=True)
+    model = torch.nn.parallel.DistributedDataParallel(alone, device_ids=ids, broadcast_buffers=False)
+    # DDP lays its buckets out anew after the first backward pass of a process: it comes here, so that the step after a
+    # resume adds up in the order of an undisturbed run
+    drop_gradients(model, config, rows)
+    return alone, model
 
 
 def validate(raw, windows, device):
@@ -568,14 +512,21 @@ def over_processes(loss, device):
     return both.tolist()
 
 
-def last_row(raw, alone, config, seed, data, record, step, losses, device):
-    """The row that ends a run's log: what regenerates every report, and what the audit measures again."""
+def last_row(raw, alone, config, seed, data, record, step, losses, seconds):
+    """-> (batch of the training path (micro, T + 1), the row that ends a run's log and regenerates every report)."""
+    device = device_of(config)
     micro = config.micro_batch_size or config.batch_size // PROCESSES
-    fixed = batch(data["train"], seed, config.max_iters, config.batch_size, config.block_size)[:micro]  # (micro, T + 1)
+    fixed = batch(data["train"], seed, config.max_iters, config.batch_size, config.block_size)[:micro]
     if raw.config.dropout:
         raw.eval()
     with autocast(config):  # with gradients, as without them torch may take, or compile, another path
         _, path_loss = alone(fixed[:, :-1].to(device), fixed[:, 1:].to(device), reduction="mean")
+    sample = None
+    if losses is not None:
+        raw.eval()
+        first = torch.as_tensor(data["windows"][:1, :1].astype(np.int64), device=device)  # (1, 1)
+        ids = raw.generate(first, 128, generator=torch.Generator(device).manual_seed(hash_seed(seed, "sample")))
+        sample = prepare.decode(ids[0, 1:].tolist(), data["meta"])
     chip = torch.cuda.get_device_name() if config.device == "cuda" else platform.processor() or platform.machine()
     return fixed, {
         "iter": step,
@@ -583,10 +534,14 @@ def last_row(raw, alone, config, seed, data, record, step, losses, device):
         "status": "diverged" if losses is None else "finished",
         "training_path_loss": finite(float(path_loss.detach())),
         **record,
+        "weights_sha256": digest(raw.state_dict()),
+        "parameters": sum(p.numel() for p in raw.parameters()),
+        "seconds": seconds,
         "processes": PROCESSES,
         "threads": torch.get_num_threads(),
         "torch": str(torch.__version__),
         "device_name": chip,
+        "sample": sample and sample[:128],
         "window_losses": None if losses is None else losses.tolist(),
     }
 
@@ -599,31 +554,33 @@ def train_run(config, arm, seed, data, record, folder, bar):
     raw = first_model(config, arm, seed)
     if config.init_from != "scratch" and digest(dict(raw.named_parameters())) != record["data"]["init_from_sha256"]:
         raise UserError(f"init_from: the weights of {config.init_from!r} have changed since the plan was written")
+    config = arm_config(config, arm)
     raw.to(device)
     optimizer = make_optimizer(raw, config)
-    step, rows = 0, []
+    step, rows, seconds = 0, [], 0.0
     if (state := load_state(folder, record)) is not None:
         raw.load_state_dict(state["model"])
         optimizer.load_state_dict(state["optimizer"])
-        step, rows = state["step"], state["rows"]
+        step, rows, seconds = state["step"], state["rows"], state["seconds"]
+        record = state["record"]  # with the hash of the plan that it began under
         say(f"{name}: resumes at step {step}")
-    alone, model = wrapped(raw, config)
     raw.train()
-    if model is not alone and step:
-        first = batch(data["train"], seed, step, micro, config.block_size)
-        settle_buckets(model, optimizer, config, first.to(device))
-    log = wandb_run(config, arm, seed, record, rows) if config.wandb_log and RANK == 0 else None
+    alone, model = wrapped(raw, config, batch(data["train"], seed, step, micro, config.block_size).to(device))
+    log = None
+    if config.wandb_log and RANK == 0:
+        title = f"{Path(config.out_dir).name}/{arm}/seed{seed}"
+        log = configurator.wandb_run(config.wandb_project, title, record, rows)
     bar.reset(config.max_iters)
     bar.initial = bar.n = step
     bar.set_description(name)
-    finished, seconds, tokens, pace = True, 0.0, 0, ""
+    finished, timed, tokens = True, 0.0, 0  # since the last row that was logged
     while finished and step < config.max_iters:
         row = {"iter": step}
         if step % config.eval_interval == 0:
             loss = float(validate(raw, data["windows"], device).mean())
             row["val_loss"] = finite(loss)
             if not TERMINAL:  # there a bar shows it
-                say(f"{name} step {step}/{config.max_iters}: val {loss:.4f}{pace}")
+                say(f"{name} step {step}/{config.max_iters}: val {loss:.4f}")
         start = time.perf_counter()
         for group in optimizer.param_groups:
             group["lr"] = learning_rate(config, step)
@@ -632,17 +589,14 @@ def train_run(config, arm, seed, data, record, folder, bar):
         key = (seed, "dropout", step, RANK) if raw.config.dropout else None
         loss, norm = take_step(model, optimizer, w, micro, autocast(config), config.grad_clip, key)
         loss, stop = over_processes(loss, device)
-        seconds += time.perf_counter() - start
+        timed += time.perf_counter() - start
         tokens += config.batch_size * config.block_size
         finished = math.isfinite(loss)
         if step % config.log_interval == 0 or not finished:
-            rate = tokens / seconds
             row |= {"loss": finite(loss), "lr": group["lr"], "grad_norm": finite(float(norm))}
-            row["tokens_per_second"] = rate
-            left = (config.max_iters - step) * config.batch_size * config.block_size / rate
-            bar.set_postfix_str(f"loss {loss:.4f}, {rate:,.0f} tokens/s", refresh=False)
-            pace = f", loss {loss:.4f}, {rate:,.0f} tokens/s, {left:.0f} s left"
-            seconds, tokens = 0.0, 0
+            row["tokens_per_second"] = tokens / timed
+            bar.set_postfix_str(f"loss {loss:.4f}, {tokens / timed:,.0f} tokens/s", refresh=False)
+            seconds, timed, tokens = seconds + timed, 0.0, 0
         if len(row) > 1:
             rows.append(row)
             if log:
@@ -652,7 +606,7 @@ def train_run(config, arm, seed, data, record, folder, bar):
         if finished and (stop or step % config.checkpoint_interval == 0 and step < config.max_iters):
             if RANK == 0:
                 state = {"model": raw.state_dict(), "optimizer": optimizer.state_dict()}
-                save_state(folder, state | {"step": step, "rows": rows, "record": record})
+                save_state(folder, state | {"step": step, "rows": rows, "record": record, "seconds": seconds + timed})
             if stop:
                 say(f"{name}: stopped and saved at step {step}; the same command resumes it")
                 if log:
@@ -664,13 +618,12 @@ def train_run(config, arm, seed, data, record, folder, bar):
         losses = None
     if RANK > 0:
         return None
-    fixed, last = last_row(raw, alone, config, seed, data, record, step, losses, device)
+    fixed, last = last_row(raw, alone, config, seed, data, record, step, losses, seconds + timed)
     rows.append(last)
     ckpt = {k: v for k, v in last.items() if k not in ("iter", "val_loss")}
     ckpt |= {"step": step, "val_history": [[r["iter"], r["val_loss"]] for r in rows if "val_loss" in r]}
-    finish(
-        folder, rows, ckpt | {"window_losses": losses, "training_path_batch": fixed.int(), "model": raw.state_dict()}
-    )
+    ckpt |= {"window_losses": losses, "training_path_batch": fixed.int(), "model": raw.state_dict()}
+    finish(folder, rows, ckpt)
     if log:
         log.log({k: last[k] for k in ("iter", "val_loss")})
         log.finish()
@@ -681,49 +634,23 @@ def train_run(config, arm, seed, data, record, folder, bar):
 # the experiment
 
 
-def choose(config):
-    """
-    Put a choice for this shape and device in the place of each `auto`.
-
-    On a CPU with bfloat16 instructions an eager step in it was 1.94 times as fast at width 384, 1.60 times at 768, and
-    no faster at 128 (0.98). A compiled step was 1.03, 1.25 and 1.0 times as fast at these, and compiling takes half a
-    minute a run. A bound of 256 lies between. A GPU is unmeasured.
-    """
-    if config.device == "auto":
-        config.device = "cuda" if torch.cuda.is_available() else "cpu"
-    wide = config.n_embd >= 256
-    if config.dtype == "auto":
-        onednn = torch.backends.mkldnn.is_available()
-        fast = config.device == "cpu" and wide and onednn and torch.ops.mkldnn._is_mkldnn_bf16_supported()
-        config.dtype = "bfloat16" if fast or config.device == "cuda" else "float32"
-    if config.compile == "auto":
-        worth = config.device == "cuda" or config.device == "cpu" and wide and config.max_iters >= 200
-        config.compile = worth and shutil.which(COMPILER) is not None
-
-
 def prepare_machine(config):
     """Set up devices, processes and determinism."""
-    choose(config)
+    if config.device == "auto":
+        config.device = "cuda" if torch.cuda.is_available() else "cpu"
     if not {"cpu": True, "cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available()}[config.device]:
         raise UserError(f"device={config.device}: there is none on this machine")
-    if config.compile and shutil.which(COMPILER) is None:
-        raise UserError(f"compile=True needs a C++ compiler ({COMPILER}), and there is none: say --compile=False")
-    if config.wandb_log:
-        try:
-            from wandb import init  # noqa: F401  (a folder wandb/ of offline runs passes for a package, but has none)
-        except ImportError:
-            raise UserError("wandb_log=True needs wandb: pip install wandb") from None
+    if config.compile is True and not compiles():
+        raise UserError("compile=True: torch.compile does not work on this machine, say --compile=False")
+    here = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    torch.set_num_threads(configurator.thread_count(config.threads, config.n_embd, here))
     share = config.batch_size // PROCESSES
     if config.batch_size % PROCESSES:
         raise UserError(f"batch_size={config.batch_size} sequences can't be divided among {PROCESSES} processes")
     if config.micro_batch_size is not None and share % config.micro_batch_size:
-        raise UserError(
-            f"micro_batch_size={config.micro_batch_size} does not divide the {share} sequences that each of"
-            f" {PROCESSES} processes takes of batch_size={config.batch_size}"
-        )
+        raise UserError(f"micro_batch_size={config.micro_batch_size} does not divide a process's {share} sequences")
     if config.device == "cuda":
-        here, gpus = int(os.environ.get("LOCAL_WORLD_SIZE", 1)), torch.cuda.device_count()
-        if here > gpus:
+        if here > (gpus := torch.cuda.device_count()):
             raise UserError(f"{here} processes for {gpus} GPUs on this machine: say --nproc_per_node={gpus}")
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
     if "RANK" in os.environ:
@@ -742,16 +669,13 @@ def open_data(config):
     train, val, meta = prepare.load(folder, config.vocab_size, check=RANK == 0)
     config.vocab_size = config.vocab_size or meta["vocab_size"]
     if config.init_from != "scratch" and meta["tokenizer"] == "char" and meta["vocab_size"] != config.vocab_size:
-        raise UserError(
-            f"{folder} is in characters, init_from={config.init_from!r} reads tokens: prepare it with --tokenizer=gpt2"
-        )
+        raise UserError(f"{folder} is in characters, {config.init_from!r} in tokens: prepare it with --tokenizer=gpt2")
     if len(train) <= config.block_size:
         raise UserError(f"{folder} has {len(train)} training tokens, too few for block_size={config.block_size}")
     windows = prepare.windows(val, config.block_size, config.eval_tokens)
-    record = {"dataset": config.dataset, "windows": len(windows)}
-    targets = min(len(val) - 1, config.eval_tokens or len(val))
-    record["dropped_targets"] = targets - len(windows) * config.block_size
-    data = {"train": train, "windows": windows}
+    dropped = min(len(val) - 1, config.eval_tokens or len(val)) - len(windows) * config.block_size
+    record = {"dataset": config.dataset, "windows": len(windows), "dropped_targets": dropped}
+    data = {"train": train, "windows": windows, "meta": meta}
     if RANK == 0:
         record |= {f"{split}_sha256": meta["sha256"][split] for split in ("train", "val")}
         if config.init_from != "scratch":
@@ -770,80 +694,93 @@ def held_runs(runs):
     The runs that are left to train, one after another, each locked until the next is asked for.
 
     runs: {(arm, seed): folder}. It ends when a whole pass finds none: the run of a process that died is taken over.
+    A process of --jobs waits for the others, for that.
     """
     taken = True
     while taken:
-        taken = False
+        taken, others = False, False
         for run, folder in runs.items():
             with contextlib.ExitStack() as held:
                 mine = False
                 if RANK == 0 and not (folder / "ckpt.pt").exists():
                     folder.mkdir(parents=True, exist_ok=True)
                     mine = held.enter_context(locked(folder / "lock")) and not (folder / "ckpt.pt").exists()
+                    others = others or not mine
                 if agreed(mine):
                     taken = True
+                    for rest in folder.glob("*.tmp") if RANK == 0 else ():  # of a process that was killed in a write
+                        rest.unlink()
                     yield run, folder
+        if others and not taken and JOB in os.environ:
+            time.sleep(1)
+            taken = True
 
 
 def main(argv):
+    global RANK, PROCESSES
     known = {k: v for k, v in TYPES.items() if k != "contrasts"}
-    known |= {"arms": str, "seeds": str, "amend": str, "plan": bool, "help": bool, "gradient_accumulation_steps": int}
-    configs, flags = parse(argv, known)
+    known |= {"arms": str, "seeds": str, "amend": str, "plan": bool, "jobs": int, "help": bool}
+    configs, flags = configurator.parse(argv, known)
     if flags.pop("help", False):
-        print(__doc__.strip())
-        return
+        there = " ".join(sorted(str(p) for p in Path("config").glob("*.py")))
+        return print(f"{__doc__.strip()}\n\nconfigs here: {there}\nflags: {' '.join(f'--{name}' for name in known)}")
     if len(configs) != 1:
-        raise UserError("name one config: python train.py config/NAME.py [--key=value ...]")
-    arms, seeds, amend, plan_only = (flags.pop(name, None) for name in ("arms", "seeds", "amend", "plan"))
-    if amend == "":
-        raise UserError("--amend needs a reason: write --amend='why'")
+        raise UserError("name one config: python train.py config/NAME.py [--key=value ...]; --help lists them")
+    arms, seeds, amend, plan_only, jobs = (flags.pop(name, None) for name in ("arms", "seeds", "amend", "plan", "jobs"))
+    RANK, PROCESSES = configurator.launched()
     config = read_config(configs[0], flags)
-    arms, seeds = narrow(config, arms, seeds)
+    arms = configurator.chosen("arms", arms, config.arms)
+    seeds = configurator.chosen("seeds", seeds, config.seeds)
+    if jobs is not None:
+        if jobs < 1 or "RANK" in os.environ:
+            raise UserError(f"--jobs={jobs} must be at least 1, and is not for torchrun, which starts processes itself")
+        gpus = torch.cuda.device_count() if config.device in ("auto", "cuda") else 0
+        program = [sys.executable, __file__, *(a for a in argv if not a.startswith("--jobs="))]
+        program.append(f"--threads={configurator.thread_count(config.threads, config.n_embd, jobs)}")
+        return configurator.start_jobs(program, jobs, Path(config.out_dir), gpus)
     prepare_machine(config)
     data = open_data(config)
     out = Path(config.out_dir)
-    plan = agreed(bind_plan(out, make_plan(config, data), amend) if RANK == 0 else None)
+    plan = agreed(bind_plan(config, data, amend) if RANK == 0 else None)
+    config.dtype, config.compile = plan["config"]["dtype"], plan["config"]["compile"]
     if plan_only:
-        say(f"{out}/plan.json is written, nothing is trained")
-        return
+        return say(f"{out}/plan.json is written, nothing is trained")
     references = ", ".join(f"{k} {v:.4f}" for k, v in plan["references"].items() if v is not None)
     how = f"on {config.device} in {config.dtype}, {'compiled' if config.compile else 'eager'}"
     say(f"{out}: {len(arms)} arms x {len(seeds)} seeds {how}; nats: {references}")
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, on_signal)
+    configurator.heed_signals()
 
     runs = {(arm, seed): out / arm / f"seed{seed}" for seed in seeds for arm in arms}
-    binding = {k: v for k, v in plan["config"].items() if k not in NOT_BINDING}
+    settings = {k: v for k, v in plan["config"].items() if k not in NOT_BINDING}
+    bound = binding(plan)
+    began, before = time.monotonic(), sum((folder / "ckpt.pt").exists() for folder in runs.values())
     all_runs = tqdm(total=len(runs), unit="run", desc=out.name, disable=not TERMINAL or RANK > 0)
     bar = tqdm(total=config.max_iters, unit="step", leave=False, disable=not TERMINAL or RANK > 0)
     for (arm, seed), folder in held_runs(runs):
-        record = {"arm": arm, "seed": seed, "config": binding | plan["arms"][arm]}
+        record = {"arm": arm, "seed": seed, "config": settings | plan["arms"][arm]}
         record |= {k: plan[k] for k in ("data", "source", "commit")}
+        record |= {"binding": bound, "binding_sha256": digest(bound)}
         try:
             last = train_run(config, arm, seed, data, record, folder, bar)
         except FileExistsError:
             say(f"{folder}: another process has finished this run, its files stay; do locks work on this disk?")
             continue
+        done = all_runs.n = sum((folder / "ckpt.pt").exists() for folder in runs.values())
+        all_runs.refresh()
         if RANK == 0:
             loss = "diverged" if last["val_loss"] is None else f"{last['val_loss']:.4f} nats"
-            say(f"{arm} seed{seed}: {loss} after {last['iter']} steps")
-        all_runs.n = sum((folder / "ckpt.pt").exists() for folder in runs.values())
-        all_runs.refresh()
+            minutes = (len(runs) - done) * (time.monotonic() - began) / max(1, done - before) / 60
+            say(f"{arm} seed{seed}: {loss} after {last['iter']} steps; {len(runs) - done} runs, {minutes:.0f} min left")
     bar.close()
     all_runs.close()
     left = sum(not (folder / "ckpt.pt").exists() for folder in runs.values())
-    others = f", {left} are with other processes" if left else ""
-    planned = len(plan["arms"]) * len(plan["seeds"])
-    narrowed = f" (of {planned} planned)" if planned > len(runs) else ""
-    say(f"{len(runs) - left} of {len(runs)} runs are finished{others}{narrowed}")
-    say(f"next: python analyze.py runs {out}")
+    say(f"{len(runs) - left} of {len(runs)} runs are finished; next: python analyze.py runs {out}")
 
 
 def experiment(argv):
     """main, with the process group ended and the exit status of a signal set."""
-    status = 0
     try:
-        main(argv)
+        status = main(argv) or 0
     except Stopped:
         status = 128 + (STOP["signal"] or signal.SIGTERM)
     except torch.OutOfMemoryError:
