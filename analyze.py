@@ -1,26 +1,35 @@
 """
-Checkpoints -> a verdict.
+Finished runs -> a verdict.
 
-    python analyze.py runs OUT      paired statistics, audit and figure of an experiment that train.py made
+    python analyze.py runs OUT               sentences, statistics, audit and figures of an experiment of train.py
+    python analyze.py table FILE.csv --contrasts=A:B[,C:3.28] [--unmatched] [--margin=0.02] [--alpha=0.05] [--out=DIR]
+    python analyze.py sample RUN... [--prompt=TEXT] [--tokens=256] [--temperature=1.0] [--seed=0]
     python analyze.py heads MODEL... [--data=NAME | --text=FILE] [--windows=64] [--window_length=T] [--interventions]
                                      [--bos] [--dtype=float32] [--out=DIR]
 
 `runs` reads OUT/plan.json and each run's log.jsonl, re-measures every checkpoint that is there, and writes report.json,
-report.md and report.png into OUT. All losses are nats per token.
+report.md, contrasts.csv, contrasts.png and report.png into OUT. All losses are nats per token.
 
-`heads` measures how far each attention head's output points along its own value (own), how far geometry alone would
-have it so (null), and with --interventions what removing the own value does to the loss (delta). MODEL is a run folder,
-a ckpt.pt, or a transformers model that runs on its attention interface. Writes heads.json, heads.csv, heads.md and
+`table` gives the same statistics for losses from anywhere: columns arm, seed, loss. A number may stand for the second
+side. Without a seed column, or with --unmatched, nothing is paired: Welch's test. It is always exploratory.
+
+`heads` measures how far each attention head's output points along its own value (own), how far it points along earlier
+ones (null), and with --interventions what removing the own value does to the loss (delta). MODEL is a run folder, a
+ckpt.pt, or a transformers model that runs on its attention interface. Writes heads.json, heads.csv, heads.md and
 figures into RUN/heads, or out/heads/MODEL; heads.pt beside them holds what is measured, so interrupted work resumes.
 Default text: what a run was validated on; of its windows (at most 1,024 tokens long) 64, evenly spaced.
 
-remove_direction (in model.py), paired, holm, causal_null and split_half are plain functions of arrays: copy them.
+remove_direction (in model.py), causal_null and split_half (in heads.py), paired, holm and signflip are plain functions.
 """
 
+import bisect
+import csv
+import fnmatch
 import hashlib
 import json
 import math
 import os
+import statistics
 from pathlib import Path
 
 import numpy as np
@@ -29,25 +38,30 @@ from scipy import special, stats
 from tqdm import tqdm
 
 import prepare
-from configurator import UserError, cli, parse, read_json, whole_file
-from heads import (
-    COLOURS,
-    HEADS_FLAGS,
-    MARKERS,
-    STYLES,
+from configurator import UserError, cli, parse, read_json, read_text, whole_file
+from heads import HEADS_FLAGS, encode, heads_command, load_run, open_model, own_meta
+from model import digest, hash_seed, window_losses
+from report import (
     between,
-    heads_command,
-    load_run,
+    contrast_rows,
+    contrast_table,
+    doses,
+    figure_contrasts,
+    figure_runs,
+    literal,
+    markdown,
     number,
     reliability,
-    save_figure,
-    table,
+    side_name,
+    write_csv,
 )
-from model import window_losses
-from train import PLAN, differences
+from train import NOT_BINDING, PLAN, REFERENCES, RULES, binding, differences
 
 # ---------------------------------------------------------------------------------------------------------------------
-# statistics: arrays in, plain values out
+# statistics: arrays in, plain values out; numpy and scipy alone
+
+KEYS = ("mean", "sd", "ci95", "ci_equivalence", "t", "df", "p", "p_signflip", "p_signflip_min", "dz", "ranges_overlap")
+KEYS += ("equivalent", "sd_ratio", "p_pitman_morgan", "mde80", "n_for_margin", "reason")
 
 
 def paired(a, b, margin=None, alpha=0.05, m=1):
@@ -55,15 +69,17 @@ def paired(a, b, margin=None, alpha=0.05, m=1):
     Is the mean of a - b zero? A paired comparison, or a one-sample one where b is a number.
 
     a: (n,), b: (n,) or a number; pairs by position, None or a non-finite value where there is none. margin: half-width
-    within which the two count as equivalent. m: number of planned contrasts, for mde80 at level alpha / m.
+    within which the two count as equivalent. m: number of planned contrasts.
 
-    Returns a dict; what is not defined is None, and where there is no t test `reason` says why. Besides, sd_ratio and
-    p_pitman_morgan need two arms, and the latter three pairs. Its keys:
-    n, mean, sd, dz = mean / sd, t, df, p and the intervals ci95, ci90 (paired t test: differences normal, pairs
-    independent), p_signflip (exact sign-flip test of a symmetric difference for n <= 20, else 99,999 seeded flips) and
-    p_signflip_min, the least value it can take, ranges_overlap, equivalent (ci90 within the margin, two one-sided
-    tests, Schuirmann 1987), sd_ratio = sd(a) / sd(b) with p_pitman_morgan (Pitman 1939, Morgan 1939: equal variances
-    of pairs), mde80 (the difference that a test at alpha / m would have found with 80% power).
+    Returns a dict; what is not defined is None, and `reason` says why. Its keys:
+    n pairs, mean, sd, dz = mean / sd, t, df, p and ci95 (paired t test: differences normal, pairs independent),
+    p_signflip (exact sign-flip test of a symmetric difference for n <= 20, else 99,999 seeded flips) and
+    p_signflip_min, the least value it can take, ranges_overlap,
+    equivalent: two one-sided t tests against the margin at level alpha / m each (Schuirmann 1987, Bonferroni), that is
+    ci_equivalence, the interval of 1 - 2 alpha / m, lies within it,
+    sd_ratio = sd(a) / sd(b) with p_pitman_morgan (equal variances of pairs; Pitman 1939, Morgan 1939), for two arms,
+    mde80: the difference that a two-sided test at alpha / m finds in 80% of experiments with this n and sd,
+    n_for_margin: about so many pairs find a true difference as large as the margin, in the same sense.
 
     A pair that is missing voids the comparison: it is never computed on the rest. Differences that are equal up to
     rounding have no standard error, so no t, p or interval; the sign-flip test needs none and stays.
@@ -73,12 +89,11 @@ def paired(a, b, margin=None, alpha=0.05, m=1):
     b = np.full(len(a), b, np.float64) if one_sample else np.array([np.nan if x is None else x for x in b], np.float64)
     if len(a) != len(b):
         raise ValueError(f"a has {len(a)} values and b {len(b)}: they are no pairs")
-    names = "mean sd ci95 ci90 t df p p_signflip p_signflip_min dz ranges_overlap equivalent sd_ratio"
-    r = {"n": len(a)} | dict.fromkeys(names.split() + ["p_pitman_morgan", "mde80", "reason"])
+    r = {"n": len(a)} | dict.fromkeys(KEYS)
     missing = np.flatnonzero(~(np.isfinite(a) & np.isfinite(b)))
     if len(a) == 0 or len(missing):
         r["reason"] = f"{len(missing)} of {len(a)} pairs have a missing or non-finite value" if len(a) else "no pairs"
-        return r
+        return r | {"n": 0}
     n, d = len(a), a - b
     rounding = 8 * np.finfo(float).eps * max(np.abs(a).max(), np.abs(b).max())  # what subtraction can lose
     r["mean"] = float(d.mean())
@@ -91,18 +106,61 @@ def paired(a, b, margin=None, alpha=0.05, m=1):
     if not one_sample and sd_b > rounding:
         r["sd_ratio"] = float(sd_a / sd_b)
         if n > 2 and sd > rounding and (a + b).std() > rounding:
-            r["p_pitman_morgan"] = float(stats.pearsonr(a + b, d).pvalue)
+            test = stats.pearsonr(a + b, d)
+            if 1 - abs(test.statistic) > 1e-12:
+                r["p_pitman_morgan"] = float(test.pvalue)
+            else:
+                r["reason"] = "the two sides lie on one line, so their spreads have no test (p_pitman_morgan)"
     if sd <= rounding:
         r["sd"], r["reason"] = 0.0, "all differences are equal up to rounding: no standard error, no t test"
         return r
     test = stats.ttest_1samp(d, 0.0)
     r |= {"sd": float(sd), "dz": float(d.mean() / sd), "t": float(test.statistic), "df": n - 1, "p": float(test.pvalue)}
-    for name, level in (("ci95", 0.95), ("ci90", 0.90)):
-        r[name] = [float(x) for x in test.confidence_interval(level)]
-    if margin is not None:
-        r["equivalent"] = bool(-margin < r["ci90"][0] and r["ci90"][1] < margin)
+    r["ci95"] = [float(x) for x in test.confidence_interval(0.95)]
+    r["ci_equivalence"] = [float(x) for x in test.confidence_interval(1 - 2 * alpha / m)]
     ncp = special.nctdtrinc(n - 1, 0.2, stats.t.ppf(1 - alpha / (2 * m), n - 1))
     r["mde80"] = float(sd * ncp / math.sqrt(n)) if math.isfinite(ncp) else None
+    if margin is not None:
+        r["equivalent"] = bool(-margin < r["ci_equivalence"][0] and r["ci_equivalence"][1] < margin)
+        r["n_for_margin"] = pairs_to_find(margin / sd, alpha / m)
+    return r
+
+
+def pairs_to_find(effect, level):
+    """
+    The least number of pairs with which a two-sided paired t test finds a true mean of `effect` sds with 80% power.
+
+    From the noncentral t distribution; None above 100,000.
+    """
+
+    def enough(n):
+        critical, ncp = stats.t.ppf(1 - level / 2, n - 1), effect * math.sqrt(n)
+        return 1 - special.nctdtr(n - 1, ncp, critical) + special.nctdtr(n - 1, ncp, -critical) >= 0.8
+
+    most = 2
+    while not enough(most) and most < 100_000:  # upwards, as the distribution has no numbers for a great ncp
+        most *= 2
+    n = bisect.bisect_left(range(most + 1), True, lo=max(2, most // 2), key=enough)
+    return n if n <= 100_000 else None
+
+
+def welch(a, b, margin=None, alpha=0.05, m=1):
+    """
+    The same question for runs that are not matched: Welch's t test (Welch 1947). a: (n_a,), b: (n_b,) -> as `paired`.
+
+    n counts the runs of both sides. What needs pairs is None.
+    """
+    r = {"n": len(a) + len(b)} | dict.fromkeys(KEYS)
+    r["mean"] = float(np.mean(a) - np.mean(b))
+    r["ranges_overlap"] = bool(min(a) <= max(b) and min(b) <= max(a))
+    if min(len(a), len(b)) < 2 or np.ptp(a) == np.ptp(b) == 0:
+        return r | {"reason": "a side without spread has no standard error: more seeds are needed"}
+    test = stats.ttest_ind(a, b, equal_var=False)
+    r |= {"t": float(test.statistic), "df": float(test.df), "p": float(test.pvalue)}
+    r["ci95"] = [float(x) for x in test.confidence_interval(0.95)]
+    r["ci_equivalence"] = [float(x) for x in test.confidence_interval(1 - 2 * alpha / m)]
+    if margin is not None:
+        r["equivalent"] = bool(-margin < r["ci_equivalence"][0] and r["ci_equivalence"][1] < margin)
     return r
 
 
@@ -150,6 +208,81 @@ def standard_errors(d, block=16):
     return tuple(float(x.std(ddof=1) / math.sqrt(len(x))) if len(x) > 1 else None for x in means)
 
 
+def matching(pairs):
+    """
+    What matching bought: the correlation of the two sides over seeds, averaged over contrasts.
+
+    pairs: [(a (n,), b (n,)), ...] -> {"r", "ci95"}, the interval from 2,000 resamplings of seeds; None below 8 seeds.
+    """
+    if not pairs or len(pairs[0][0]) < 8:
+        return None
+
+    def mean_r(i):  # (n,) indices of seeds
+        return np.mean([np.corrcoef(a[i], b[i])[0, 1] for a, b in pairs])
+
+    rng, n = np.random.default_rng(0), len(pairs[0][0])
+    with np.errstate(all="ignore"):
+        low, high = np.nanquantile([mean_r(rng.integers(n, size=n)) for _ in range(2000)], (0.025, 0.975))
+        r = mean_r(np.arange(n))
+    return {"r": float(r), "ci95": [float(low), float(high)]} if math.isfinite(r) else None
+
+
+def decide(contrasts, alpha, margin):
+    """
+    Adds p_holm, family, verdict, within_margin and sentence to what `paired` or `welch` returned, with a, b and unit.
+
+    higher or lower: p_holm < alpha (Holm). Else equivalent: `equivalent`, which is judged at alpha / family as a
+    prediction is (Bonferroni). The two levels differ: Holm's is the larger one for all but the smallest p. Else
+    undecided; None where it was not computed.
+    """
+    for c, p in zip(contrasts, holm([c["p"] for c in contrasts]), strict=True):
+        differs = p is not None and p < alpha
+        c |= {
+            "p_holm": p,
+            "family": len(contrasts),
+            "within_margin": None if p is None else differs and c["equivalent"],
+        }
+        c["verdict"] = "equivalent" if c["equivalent"] else "undecided"
+        if differs:
+            c["verdict"] = "higher" if c["mean"] > 0 else "lower"
+        if p is None:
+            c["verdict"] = None
+        c["sentence"] = sentence(c, alpha, margin)
+    return contrasts
+
+
+def sentence(c, alpha, margin):
+    """A contrast in plain words."""
+    a, b = c.get("chosen") or (side_name(c["a"]), side_name(c["b"]))
+    tuned = f" (chosen for {c['a']} and {c['b']})" if c.get("chosen") else ""
+    if c["verdict"] is None:
+        seen = "" if c["mean"] is None else f" (seen: {c['mean']:+.4f} nats)"
+        return f"{a} − {b}{tuned} is not computed{seen}: {c['reason']}."
+    digits = 3 if abs(c["mean"]) >= 0.1 else 4
+    n = f"{c['n']} {c.get('unit', 'seeds')}"
+    low, high = (f"{x:+.{digits}f}" for x in c["ci95"])
+    said = {True: ": as predicted", False: ": not as predicted", None: ""}[c.get("as_predicted")]
+    if c.get("predicted") and c["as_predicted"] is None:
+        said = ": whether as predicted stays undecided"
+    if c["verdict"] in ("higher", "lower"):
+        low, high = (f"{x:.{digits}f}" for x in (c["ci95"] if c["mean"] > 0 else [-x for x in reversed(c["ci95"])]))
+        where = "above" if c["mean"] > 0 else "below"
+        small = f", a difference within the margin of {margin:g}" if c["within_margin"] else ""
+        text = f"{a} ends {abs(c['mean']):.{digits}f} nats {where} {b} (95% interval {low} to {high}, {n}){small}"
+    elif c["verdict"] == "equivalent":
+        level = 100 * (1 - 2 * alpha / c["family"])
+        low, high = (f"{x:+.4f}" for x in c["ci_equivalence"])
+        text = f"{a} and {b} are equivalent within {margin:g} nats ({level:.4g}% interval {low} to {high}, {n})"
+    else:
+        text = f"{a} − {b} is undecided: {c['mean']:+.{digits}f} nats seen (95% interval {low} to {high}, {n})"
+        if c["mde80"] is not None:
+            text += f". So many find a difference of {c['mde80']:.3g} in 80% of cases"
+        if c["n_for_margin"] is not None:
+            text += f"; about {c['n_for_margin']} would find one as large as the margin of {margin:g}"
+            text += f", but {c['n']} hardly tell the spread" * (c["n"] < 5)
+    return text + tuned + said + "."
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # runs: from the records of an experiment to its report
 
@@ -185,333 +318,303 @@ def last_row(folder):
     return rows[-1] | {"val_history": [[r["iter"], r["val_loss"]] for r in rows if "val_loss" in r]}
 
 
-def read_runs(out, plan):
+def unplanned(plan, run, arm, seed, bound):
+    """What in the record of a run differs from the plan: a list of clauses."""
+    expected = {"config": plan["config"] | plan["arms"][arm], "data": plan["data"], "source": plan["source"]}
+    lines = [f"differs from the plan in {x}" for x in differences(expected, {part: run[part] for part in expected})]
+    for name, planned in (("arm", arm), ("seed", seed)):  # a folder that was copied is no run of its own
+        if run[name] != planned:
+            lines.append(f"differs from the plan in {name}: planned {planned}, now {run[name]}")
+    loss, losses = run["val_loss"], run["window_losses"]
+    if losses is not None and abs(loss - np.mean(losses)) > 1e-9:
+        lines.append(f"has the val_loss {loss}, but its window_losses have mean {np.mean(losses)}")
+    if run["torch"] != plan["packages"]["torch"]:
+        lines.append(f"differs from the plan in torch: planned {plan['packages']['torch']}, now {run['torch']}")
+    earlier = [note.get("binding_sha256") for note in plan["amendments"]]
+    if run.get("binding_sha256") is None:
+        lines.append("does not say under which plan it was made (no binding_sha256)")
+    elif run["binding_sha256"] not in [digest(bound), *earlier]:
+        changed = [part for part, sha in bound.items() if run["binding"].get(part) != sha]
+        lines.append(f"was made under another plan than plan.json is now: {', '.join(changed)} changed")
+    return lines
+
+
+def read_runs(out, plan, seeds):
     """-> ({(arm, seed): last row, or None for a planned run that is not finished}, deviations from the plan)."""
     runs = {(arm, seed): last_row(out / arm / f"seed{seed}") for arm in plan["arms"] for seed in plan["seeds"]}
     deviations = []
+    if (rules := plan.get("rules")) != RULES:
+        deviations.append(f"The plan decides by {rules or 'rules that it does not name'}; this report by: {RULES}.")
     for note in plan["amendments"]:
         changes = "; ".join(note["changes"])
         deviations.append(f"The plan was amended at {note['time']}: {note['reason']} ({changes}).")
     found = {p.parent for name in ("log.jsonl", "ckpt.pt") for p in out.glob(f"*/*/{name}")}
     planned = {out / arm / f"seed{seed}" for arm, seed in runs}
-    deviations += [f"Run {p.relative_to(out)} is not in the plan." for p in sorted(found - planned)]
-    for arm in plan["arms"]:
-        if lost := [seed for seed in plan["seeds"] if runs[arm, seed] is None]:
-            first, more = f"{arm}/seed{lost[0]}", len(lost) - 1
-            which = f"Runs {first} and {more} more of this arm are" if more else f"Run {first} is"
-            deviations.append(f"{which} planned and not finished.")
+    clauses = {}  # what is said of runs -> the runs
+    for folder in sorted(found - planned):
+        clauses.setdefault("is not in the plan", []).append(str(folder.relative_to(out)))
+    bound = binding(plan)
     for (arm, seed), run in runs.items():
-        if run is None:
-            continue
-        expected = {"config": plan["config"] | plan["arms"][arm], "data": plan["data"], "source": plan["source"]}
-        lines = differences(expected, {part: run[part] for part in expected})
-        for name, planned in (("arm", arm), ("seed", seed)):  # a folder that was copied is no run of its own
-            if run[name] != planned:
-                lines.append(f"{name}: planned {planned}, now {run[name]}")
-        loss, losses = run["val_loss"], run["window_losses"]
-        if losses is not None and abs(loss - np.mean(losses)) > 1e-9:
-            lines.append(f"val_loss: {loss}, but its window_losses have mean {np.mean(losses)}")
-        if run["torch"] != plan["packages"]["torch"]:
-            lines.append(f"torch: planned {plan['packages']['torch']}, now {run['torch']}")
-        deviations += [f"Run {arm}/seed{seed} differs from the plan in {line}." for line in lines]
+        lines = unplanned(plan, run, arm, seed, bound) if run else ["is planned and not finished"]
+        for line in lines if run or seed in seeds(runs) else ():
+            clauses.setdefault(line, []).append(f"{arm}/seed{seed}")
+    for line, names in clauses.items():
+        more = f"; so with {len(names) - 1} more: {', '.join(names[1:4])}{', ...' * (len(names) > 4)}"
+        deviations.append(f"Run {names[0]} {line}{more * (len(names) > 1)}.")
     return runs, deviations
+
+
+def complete_looks(plan, runs):
+    """The planned looks at which all runs of the first n seeds are there, and [the number of seeds] without looks."""
+    looks = plan.get("looks") or [len(plan["seeds"])]
+    whole = [n for n in looks if all(runs[arm, seed] for arm in plan["arms"] for seed in plan["seeds"][:n])]
+    return whole or looks[:1]
 
 
 def unlike(settings):
     """Why losses that were computed under these settings can't be set side by side, or None."""
-    words = {"val_sha256": "validation text", "windows": "number of windows"}
-    for key in ("dtype", "compile", "device", "block_size", *words):
+    for key in {k: None for each in settings for k in each}:
         values = sorted({str(each[key]) for each in settings if key in each})
         if len(values) > 1:
-            return f"the two sides differ in {words.get(key, key)}: {', '.join(values)}"
+            return f"the two sides differ in {key}: {', '.join(values)}"
     return None
 
 
-def contrast(plan, runs, a, b, predicted=None):
+def settings_of(run, free):
+    """All that a run's loss depends on beside its arm and seed; free: what the arms of the contrast set."""
+    config = {k: v for k, v in run["config"].items() if k not in free and k not in NOT_BINDING}
+    source = {name: sha["code"] if isinstance(sha, dict) else sha for name, sha in run["source"].items()}
+    masks = {"processes": run.get("processes")} if run["config"].get("dropout") else {}  # dropout's depend on them
+    return config | run["data"] | source | masks | {"torch": run["torch"]}
+
+
+def best_arm(plan, runs, side):
+    """Of the arms of a family, that with the lowest mean over the seeds that tune; raises ValueError if one lacks."""
+    means = {}
+    for arm in fnmatch.filter(plan["arms"], side):
+        rows = [runs[arm, seed] for seed in plan["seeds"][: plan["tune_seeds"]]]
+        if None in rows:
+            raise ValueError(f"{arm} has not finished the seeds that choose among {side}")
+        means[arm] = float(np.mean([math.inf if r["val_loss"] is None else r["val_loss"] for r in rows]))
+    best = min(means, key=means.get)
+    if not math.isfinite(means[best]):
+        raise ValueError(f"every arm of {side} has diverged in the seeds that choose")
+    return best
+
+
+def contrast(plan, runs, seeds, alpha, a, b, predicted=None):
     """
-    The statistics of one planned contrast over matched seeds, without the correction for their number.
+    The statistics of one planned contrast over matched seeds, without what `decide` adds.
 
     predicted: [low, high] in nats, None for an open end. as_predicted: ci_predicted, the interval of two one-sided
     tests at alpha / m each (m planned contrasts, Bonferroni), lies within it, outside it (False), or neither (None).
     """
-    seeds, reference = plan["seeds"], b in plan["references"]
-    arms = (a,) if reference else (a, b)
-    sides = [[runs[arm, seed] for seed in seeds] for arm in arms]
-    losses = [[r and r["val_loss"] for r in side] for side in sides]
-    against = plan["references"][b] if reference else losses[1]
-    result = paired(losses[0], against, plan["margin"], plan["alpha"], len(plan["contrasts"]))
-    result |= {"a": a, "b": b, "predicted": predicted}
+    result = (
+        {"a": a, "b": b, "n": 0} | dict.fromkeys(KEYS) | {"predicted": predicted, "chosen": None, "differences": {}}
+    )
     result |= dict.fromkeys(("ci_predicted", "as_predicted", "se_seed", "se_text"))
+    interaction, m = not isinstance(a, str), len(plan["contrasts"])
+    names = [*a, *b] if interaction else [a, b]
+    try:
+        if any("*" in name for name in names):
+            seeds = seeds[plan["tune_seeds"] :]
+            result["chosen"] = names = [best_arm(plan, runs, name) if "*" in name else name for name in names]
+    except ValueError as e:
+        return result | {"reason": str(e)}
+    reference = names[-1] in plan["references"]
+    arms = names[:1] if reference else names
+    sides = [[runs[arm, seed] for seed in seeds] for arm in arms]
     lost = [f"{arm}/seed{s}" for arm in arms for s in seeds if (r := runs[arm, s]) is None or r["status"] == "diverged"]
-    counted = [plan["data"] | {"block_size": plan["config"]["block_size"]}] if reference else []  # the reference's own
     if lost:
         which = f"{lost[0]} and {len(lost) - 1} more are" if len(lost) > 1 else f"{lost[0]} is"
-        result["reason"] = f"{which} missing or diverged, and the rest alone would be another sample"
-    elif reason := unlike([r["config"] | r["data"] for side in sides for r in side] + counted):
-        result = dict.fromkeys(result) | {k: result[k] for k in ("a", "b", "n", "predicted")} | {"reason": reason}
-    else:
-        if predicted and result["sd"]:
-            n, m = result["n"], len(plan["contrasts"])
-            reach = stats.t.ppf(1 - plan["alpha"] / m, n - 1) * result["sd"] / math.sqrt(n)
-            below, above = result["ci_predicted"] = [float(result["mean"] - reach), float(result["mean"] + reach)]
-            low, high = (end if x is None else x for x, end in zip(predicted, (-math.inf, math.inf), strict=True))
-            result["as_predicted"] = (
-                True if low < below and above < high else False if above < low or high < below else None
-            )
-        windows = [np.array([r["window_losses"] for r in side]) for side in sides]  # (seeds, windows)
-        other = np.array([plan["reference_windows"][b]]) if reference else windows[1]
-        result["se_seed"], result["se_text"] = standard_errors(windows[0] - other)
+        return result | {"reason": f"{which} missing or diverged, and the rest alone would be another sample"}
+    free = {k for arm in arms for k in plan["arms"][arm]}
+    counted = [plan["data"] | {"block_size": plan["config"]["block_size"]}] if reference else []  # the reference's own
+    if reason := unlike([settings_of(r, free) for side in sides for r in side] + counted):
+        return result | {"reason": reason}
+    losses = [np.array([r["val_loss"] for r in side]) for side in sides]  # (seeds,) each
+    windows = [np.array([r["window_losses"] for r in side]) for side in sides]  # (seeds, windows)
+    if reference:
+        losses.append(plan["references"][names[-1]])
+        windows.append(np.array([plan["reference_windows"][names[-1]]]))
+    if interaction:
+        losses, windows = ([x[0] - x[1], x[2] - x[3]] for x in (losses, windows))
+    result |= paired(*losses, plan["margin"], alpha, m)
+    result["differences"] = dict(zip(map(str, seeds), (losses[0] - losses[1]).tolist(), strict=True))
+    if interaction:
+        result |= {"sd_ratio": None, "p_pitman_morgan": None, "ranges_overlap": None}
+    result["se_seed"], result["se_text"] = standard_errors(windows[0] - windows[1])
+    if predicted and result["ci_equivalence"]:
+        below, above = result["ci_predicted"] = result["ci_equivalence"]
+        low, high = (end if x is None else x for x, end in zip(predicted, (-math.inf, math.inf), strict=True))
+        result["as_predicted"] = (
+            True if low < below and above < high else False if above < low or high < below else None
+        )
     return result
 
 
-def audit(out, runs, previous):
-    """
-    Measure every checkpoint again, in a fresh model built from the config that is saved in it.
+def contrasts_at(plan, runs, looks):
+    """Every planned contrast at the first of these looks that decides it, or at the last."""
+    alpha = plan["alpha"] / len(plan.get("looks") or [1])
+    final = None
+    for n in looks:
+        now = [contrast(plan, runs, plan["seeds"][:n], alpha, *planned) for planned in plan["contrasts"]]
+        now = decide(now, alpha, plan["margin"])
+        if final is not None:
+            now = [new if old["verdict"] in (None, "undecided") else old for old, new in zip(final, now, strict=True)]
+        final = now
+    if plan.get("looks"):
+        for c in final:
+            c["sentence"] = f"{c['sentence'][:-1]} (look at {c['n']} seeds)."
+    return final
 
-    The windows in float32 as in training, and the training-path batch under the run's own autocast. A difference means
-    that what was trained or measured is not what the config says. previous: the audit of an earlier report; where
-    no checkpoint is here it is carried over.
+
+def edges(plan, contrasts):
+    """Sentences on chosen arms whose setting is the least or the greatest of those that were tried."""
+    chosen = {arm for c in contrasts for arm in c["chosen"] or ()}
+    return [
+        f"{arm} lies at the edge of its grid of {name}: a better value may lie beyond."
+        for name, lines in doses(plan).items()
+        for line in lines.values()
+        for _, arm in (line[0], line[-1])
+        if arm in chosen
+    ]
+
+
+def audit(out, plan, runs, previous):
     """
-    result = {"checked": 0, "max_abs_diff": None, "max_abs_diff_path": None, "failed": [], "sentences": []}
-    todo = [(arm, seed) for arm, seed in runs if (out / arm / f"seed{seed}" / "ckpt.pt").exists()]
-    if not todo and previous and previous.get("checked"):
-        return previous | {"carried_over": True}
+    Measure every finished run whose checkpoint is here again, in a fresh model built from the config saved in it.
+
+    The windows in float32 as in training, the training-path batch under the run's own autocast, and the digest of the
+    weights. A difference means that what was trained or measured is not what the config says. previous: the audit of an
+    earlier report; what it measured counts for a run whose checkpoint is not here and whose weights are the same.
+    """
+    result = {"checked": 0, "max_abs_diff": None, "max_abs_diff_path": None, "failed": [], "sentences": [], "runs": {}}
+    here = {run for run in runs if runs[run] and (out / run[0] / f"seed{run[1]}" / "ckpt.pt").exists()}
+    if not here and previous and "runs" not in previous:  # of the first version
+        return previous | {"carried_over": previous["checked"]}
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    cache, worst, worst_path = {}, 0.0, 0.0
-    for arm, seed in tqdm(todo, "audit", leave=False, disable=None):
-        name = f"{arm}/seed{seed}"
-        path = out / arm / f"seed{seed}" / "ckpt.pt"
-        ckpt, model = load_run(path)
+    texts = {}
+    for run in tqdm(sorted(here, key=list(runs).index), "audit", leave=False, disable=None):
+        name, row = f"{run[0]}/seed{run[1]}", runs[run]
+        ckpt, model = load_run(out / name / "ckpt.pt")
         c = ckpt["config"]
         key = (c["dataset"], c["block_size"], c["eval_tokens"])
-        if key not in cache:
-            _, val, meta = prepare.load(Path("data") / c["dataset"], c["vocab_size"])
-            cache[key] = prepare.windows(val, c["block_size"], c["eval_tokens"]), meta["sha256"]["val"]
-        windows, sha = cache[key]
+        if key not in texts:
+            train, val, meta = prepare.load(Path("data") / c["dataset"], c["vocab_size"])
+            windows = prepare.windows(val, c["block_size"], c["eval_tokens"])
+            counted = prepare.reference_losses(train, windows, min(c["vocab_size"], meta["vocab_size"]))
+            texts[key] = windows, meta["sha256"]["val"], {k: v if v is None else v.tolist() for k, v in counted.items()}
+        windows, sha, counted = texts[key]
         if sha != ckpt["data"]["val_sha256"]:
             raise UserError(f"data/{c['dataset']}/val.bin is not the text of {name}: prepare it as it was then")
-        model.to(device)
-        run = runs[arm, seed] or ckpt
-        problems = [f"ckpt.pt and log.jsonl differ in {line}" for line in differences(run, ckpt)]
-        if ckpt["val_history"] != run["val_history"]:
+        problems = [f"ckpt.pt and log.jsonl differ in {line}" for line in differences(row, ckpt)]
+        if counted != plan["reference_windows"] and ckpt["data"] == plan["data"]:
+            problems.append("the references in plan.json are not those of the text")
+        if row.get("weights_sha256") not in (None, digest(ckpt["model"])):
+            problems.append("its weights are not those that were trained (weights_sha256)")
+        if ckpt["val_history"] != row["val_history"]:
             problems.append("ckpt.pt and log.jsonl hold different validation losses during training")
-        if ckpt["status"] != run["status"]:
-            problems.append(f"ckpt.pt says {ckpt['status']}, log.jsonl {run['status']}")
+        if ckpt["status"] != row["status"]:
+            problems.append(f"ckpt.pt says {ckpt['status']}, log.jsonl {row['status']}")
         elif ckpt["status"] == "finished":
             saved = ckpt["window_losses"].numpy()
-            if list(saved) != list(run["window_losses"]):
+            if list(saved) != list(row["window_losses"]):
                 problems.append("ckpt.pt and log.jsonl hold different losses")
             both = min(len(windows), len(saved))  # a changed eval_tokens is named above
+            model.to(device)
             diff = float(np.abs(window_losses(model, windows[:both]).numpy() - saved[:both]).max())
-            worst = max(worst, diff)
             if not diff <= WINDOW_TOLERANCE:
                 problems.append(f"a window's loss by {diff:.2g} nats")
             w = ckpt["training_path_batch"].long().to(device)  # (micro_batch_size, T + 1)
             with torch.no_grad(), torch.autocast(device, torch.bfloat16, enabled=c["dtype"] == "bfloat16"):
-                diff = abs(float(model(w[:, :-1], w[:, 1:])[1]) - ckpt["training_path_loss"])
-            worst_path = max(worst_path, diff)
-            if not diff <= PATH_TOLERANCE[c["dtype"]]:
-                problems.append(f"the training path's loss by {diff:.2g} nats")
-            result["checked"] += 1
+                path = abs(float(model(w[:, :-1], w[:, 1:])[1]) - ckpt["training_path_loss"])
+            if not path <= PATH_TOLERANCE[c["dtype"]]:
+                problems.append(f"the training path's loss by {path:.2g} nats")
+            if not all(p.isfinite().all() for p in model.parameters()):
+                problems = ["the weights in ckpt.pt are not finite"]
+            finite = [x if math.isfinite(x) else None for x in (diff, path)]
+            result["runs"][name] = {"weights_sha256": row.get("weights_sha256"), "diff": finite[0], "path": finite[1]}
         if problems:
             result["failed"].append(name)
             where = "on re-measuring a model built from its saved config"
             result["sentences"].append(f"Run {name} fails the audit {where}: {'; '.join(problems)}.")
-    measured = {f"{arm}/seed{seed}" for arm, seed in todo}
-    for name, sentence in zip((previous or {}).get("failed", ()), (previous or {}).get("sentences", ()), strict=False):
+    old, measured = previous or {}, {f"{arm}/seed{seed}" for arm, seed in here}
+    known = {f"{arm}/seed{seed}": row for (arm, seed), row in runs.items() if row}
+    carried = [x for x in old.get("runs", {}).items() if x[0] in known and x[0] not in measured]
+    carried = {k: v for k, v in carried if v["weights_sha256"] == known[k].get("weights_sha256") is not None}
+    for name, text in zip(old.get("failed", ()), old.get("sentences", ()), strict=False):
         if name not in measured:  # a failure is not forgotten with its checkpoint
             result["failed"].append(name)
-            result["sentences"].append(sentence)
-    return result | ({"max_abs_diff": worst, "max_abs_diff_path": worst_path} if result["checked"] else {})
+            result["sentences"].append(text)
+    result["runs"] |= carried
+    result |= {"checked": len(result["runs"]), "carried_over": len(carried)}
+    for key, diff in (("max_abs_diff", "diff"), ("max_abs_diff_path", "path")):
+        result[key] = max((r[diff] for r in result["runs"].values() if r[diff] is not None), default=None)
+    return result
 
 
 def report_runs(out):
-    """Read an experiment -> the contents of report.json."""
+    """Read an experiment -> (the contents of report.json, the plan, the runs)."""
     if not (out / "plan.json").exists():
         raise UserError(f"{out}/plan.json not found: name the folder of an experiment that train.py made")
     plan = read_json(out / "plan.json", *PLAN)
     sha = hashlib.sha256((out / "plan.json").read_bytes()).hexdigest()
-    runs, deviations = read_runs(out, plan)
+    runs, deviations = read_runs(out, plan, lambda runs: plan["seeds"][: complete_looks(plan, runs)[-1]])
+    looks = complete_looks(plan, runs)
+    seeds = plan["seeds"][: looks[-1]]
     try:
         old = read_json(out / "report.json", "plan_sha256", "audit", "arms")
     except UserError:  # none, or a damaged one, which is written anew
         old = {"plan_sha256": None}
     arms = {}
     for arm in plan["arms"]:
-        rows = [runs[arm, seed] for seed in plan["seeds"]]
-        finite = [r["val_loss"] for r in rows if r and r["val_loss"] is not None]
-        whole = len(finite) == len([r for r in rows if r]) and finite  # no divergence hides behind a mean of the rest
-        best = [min(v for _, v in r["val_history"] if v is not None) for r in rows if r and r["val_loss"] is not None]
+        rows = [runs[arm, seed] for seed in seeds]
+        there = [r for r in rows if r]
+        finite = [r["val_loss"] for r in there if r["val_loss"] is not None]
+        whole = len(finite) == len(there) and finite  # no divergence hides behind a mean of the rest
+        best = [min(v for _, v in r["val_history"] if v is not None) for r in there if r["val_loss"] is not None]
         arms[arm] = {
-            "n": sum(r is not None for r in rows),
+            "n": len(there),
             "n_finite": len(finite),
             "mean": float(np.mean(finite)) if whole else None,
             "sd": float(np.std(finite, ddof=1)) if whole and len(finite) > 1 else None,
             "min": min(finite, default=None),
             "max": max(finite, default=None),
             "best_mean": float(np.mean(best)) if whole else None,
-            "seeds": {str(s): r and r["val_loss"] for s, r in zip(plan["seeds"], rows, strict=True)},
+            "seeds": {str(s): r and r["val_loss"] for s, r in zip(seeds, rows, strict=True)},
+            "settings": plan["arms"][arm],
+            "parameters": next((r["parameters"] for r in there if "parameters" in r), None),
+            "seconds": statistics.median(r["seconds"] for r in there) if there and "seconds" in there[0] else None,
+            "sample": there[0].get("sample") if there else None,
         }
     previous = old["audit"] if old["plan_sha256"] == sha else None
     if previous and any(a["seeds"] != old["arms"].get(arm, {}).get("seeds") for arm, a in arms.items()):
-        previous = previous | {"checked": 0}  # of other losses: only its failures are remembered
-    checked = audit(out, runs, previous)
+        previous = {k: previous[k] for k in ("failed", "sentences")} | {"runs": {}, "checked": 0}  # of other losses
+    checked = audit(out, plan, runs, previous)
     deviations += checked["sentences"]
-    contrasts = [contrast(plan, runs, *planned) for planned in plan["contrasts"]]
-    for c, p in zip(contrasts, holm([c["p"] for c in contrasts]), strict=True):
-        c["p_holm"] = p
-    report = {
-        "status": "exploratory" if deviations else "confirmatory",
-        "deviations": deviations,
-        "plan_sha256": sha,
-        "outcome": "final",
-        **{k: plan[k] for k in ("alpha", "margin", "references")},
-        "arms": arms,
-        "contrasts": contrasts,
-        "audit": checked,
-    }
-    return report, plan, runs
-
-
-def verdict(c, alpha):
-    if c["p_holm"] is None:
-        return "not computed"
-    differs = c["p_holm"] < alpha
-    if differs:
-        return ("higher" if c["mean"] > 0 else "lower") + (", within the margin" if c["equivalent"] else "")
-    return "equivalent" if c["equivalent"] else "undecided"
-
-
-def prediction(c):
-    if c["predicted"] is None:
-        return "–"
-    low, high = c["predicted"]
-    ends = f"< {high:g}" if low is None else f"> {low:g}" if high is None else f"{low:g} .. {high:g}"
-    came = {True: "as predicted", False: "not", None: "undecided"}[c["as_predicted"]]
-    came = "not computed" if c["reason"] else came
-    return f"{ends}: {came}"
-
-
-def markdown(report, plan, name):
-    """report.json and the plan -> report.md."""
-    head = [f"# {name}: {report['status']}", ""]
-    c = plan["config"]
-    head.append(
-        f"{len(plan['arms'])} arms × {len(plan['seeds'])} seeds, {c['n_layer']} layers, {c['n_head']} heads, width"
-        f" {c['n_embd']}, context {c['block_size']}, {c['max_iters']:,} steps of {c['batch_size']} sequences on"
-        f" {c['dataset']}; {plan['data']['windows']:,} validation windows ({plan['data']['dropped_targets']}"
-        f" targets in a last partial window are dropped). Losses in nats per token. Plan {report['plan_sha256'][:12]}."
+    contrasts = contrasts_at(plan, runs, looks)
+    both = [c for c in contrasts if isinstance(c["a"], str) and c["n"] >= 8 and c["b"] not in REFERENCES]
+    names = [c["chosen"] or (c["a"], c["b"]) for c in both]
+    losses = {arm: np.array([a["seeds"][str(s)] for s in seeds], float) for arm, a in arms.items()}  # NaN for None
+    return (
+        {
+            "status": "exploratory" if deviations else "confirmatory",
+            "deviations": deviations,
+            "plan_sha256": sha,
+            "outcome": "final",
+            "look": looks[-1] if plan.get("looks") else None,
+            "rules": RULES,
+            "pairing": matching([(losses[a], losses[b]) for a, b in names if np.isfinite(losses[a] + losses[b]).all()]),
+            **{k: plan[k] for k in ("alpha", "margin", "references")},
+            "arms": arms,
+            "contrasts": contrasts,
+            "edges": edges(plan, contrasts),
+            "audit": checked,
+        },
+        plan,
+        runs,
     )
-    text = "\n".join(head) + "\n"
-    if report["deviations"]:
-        text += "\nDeviations from the plan:\n\n" + "".join(f"- {d}\n" for d in report["deviations"])
-    rows = []
-    for arm, a in report["arms"].items():
-        n = f"{a['n']}" if a["n"] == a["n_finite"] else f"{a['n']} ({a['n'] - a['n_finite']} diverged)"
-        rows.append([arm, n, *(number(a[k]) for k in ("mean", "sd", "min", "max", "best_mean"))])
-    rows += [[k, "", number(v), "", "", "", ""] for k, v in report["references"].items() if v is not None]
-    text += "\n" + table(["arm", "n", "mean", "sd", "min", "max", "best_mean"], rows) + "\n"
-    if report["contrasts"]:
-        cs = report["contrasts"]
-        foretold = any(c["predicted"] for c in cs)
-        rows = [[
-            f"{c['a']} − {c['b']}",
-            number(c["mean"], "+.4f"),
-            "–" if c["ci95"] is None else f"[{c['ci95'][0]:+.4f}, {c['ci95'][1]:+.4f}]",
-            number(c["p"], ".3g"),
-            number(c["p_holm"], ".3g"),
-            "–" if c["p_signflip"] is None else f"{c['p_signflip']:.3g} (≥ {c['p_signflip_min']:.2g})",
-            number(c["dz"], "+.2f"),
-            verdict(c, report["alpha"]),
-            *[prediction(c)] * foretold,
-        ] for c in cs]  # fmt: skip
-        text += "\nPlanned contrasts, paired over seeds, first minus second:\n\n"
-        columns = ["contrast", "mean", "ci95", "p", "p_holm", "p_signflip", "dz", "verdict"]
-        text += table(columns + ["predicted"] * foretold, rows) + "\n"
-        text += f"\nhigher or lower: p_holm < {report['alpha']:g}. equivalent, uncorrected: ci90 within"
-        text += f" ± {report['margin']:g} nats."
-        if foretold:
-            text += f" as predicted, not: a one-sided test at {report['alpha']:g} / {len(cs)} for each end."
-        text += "\n\n"
-        rows = [[
-            f"{c['a']} − {c['b']}",
-            {True: "yes", False: "no", None: "–"}[c["ranges_overlap"]],
-            number(c["sd_ratio"], ".2f"),
-            number(c["p_pitman_morgan"], ".3g"),
-            number(c["mde80"]),
-            number(c["se_seed"]),
-            number(c["se_text"]),
-        ] for c in cs]  # fmt: skip
-        columns = ["contrast", "ranges_overlap", "sd_ratio", "p_pitman_morgan", "mde80", "se_seed", "se_text"]
-        text += table(columns, rows) + "\n"
-        text += "".join(f"\n{c['a']} − {c['b']}: {c['reason']}.\n" for c in cs if c["reason"])
-    a = report["audit"]
-    if a["checked"]:
-        carried = " (carried over from an earlier report: the weights are not here)" if a.get("carried_over") else ""
-        text += (
-            f"\nAudit{carried}: {a['checked']} of {sum(v['n'] for v in report['arms'].values())} runs measured"
-            f" again, {len(a['failed'])} failed; largest"
-            f" difference {a['max_abs_diff']:.1e} in a window (tolerance {WINDOW_TOLERANCE:g}),"
-            f" {a['max_abs_diff_path']:.1e} on the training path.\n"
-        )
-    else:
-        text += "\nAudit: no checkpoint of a finished run is here, so none was measured again.\n"
-    return text
-
-
-def arm_styles(arms):
-    """A colour for each arm, by its place in the plan; A+x shares the colour of A, in another line style."""
-    bases = list(dict.fromkeys(arm.split("+")[0] for arm in arms))
-    ends = list(dict.fromkeys(arm.partition("+")[2] for arm in arms))
-    styles = {}
-    for arm in arms:
-        i, j = bases.index(arm.split("+")[0]), ends.index(arm.partition("+")[2]) + bases.index(arm.split("+")[0]) // 7
-        styles[arm] = {"color": COLOURS[i % 7], "linestyle": STYLES[j % 4], "marker": MARKERS[j % 4]}
-    return styles
-
-
-def figure_runs(path, report, plan, runs):
-    """Validation curves of every seed, and final losses by arm with the runs of a seed joined."""
-    from matplotlib.figure import Figure
-
-    arms, styles = list(plan["arms"]), arm_styles(plan["arms"])
-    few = len(arms) <= 4
-    fig = Figure(figsize=(11 if few else 11 + 0.25 * len(arms), 4.6), layout="constrained")
-    left, right = fig.subplots(1, 2)
-    for (arm, _), run in runs.items():
-        history = [(i, v) for i, v in (run["val_history"] if run else ()) if v is not None]
-        line = {k: styles[arm][k] for k in ("color", "linestyle")}
-        # an arm that covers another leaves its rim to be seen
-        line["linewidth"] = max(1.2, 3.0 - 0.6 * arms.index(arm))
-        left.plot(*(zip(*history, strict=True) if history else ([], [])), **line)
-    for i, arm in enumerate(arms):
-        left.plot([], [], color=styles[arm]["color"], linestyle=styles[arm]["linestyle"], label=arm)
-        values = [v for v in report["arms"][arm]["seeds"].values() if v is not None]
-        marks = {"color": styles[arm]["color"], "marker": styles[arm]["marker"]}
-        right.scatter([i] * len(values), values, 26, zorder=2, **marks)
-        if lost := report["arms"][arm]["n"] - report["arms"][arm]["n_finite"]:
-            right.text(i, 1, f"{lost} diverged", transform=right.get_xaxis_transform(), ha="center", va="top", size=8)
-    for seed in plan["seeds"]:
-        losses = [report["arms"][arm]["seeds"][str(seed)] for arm in arms]
-        right.plot(range(len(arms)), [math.nan if v is None else v for v in losses], color="0.7", lw=0.8, zorder=1)
-    right.set_xticks(range(len(arms)), arms, rotation=0 if few else 35, ha="center" if few else "right")
-    right.set_xlim(-0.5, len(arms) - 0.5)
-    left.set(title="every run", xlabel="training step", ylabel="validation loss (nats per token)")
-    right.set(title="final loss, a line joins the runs of one seed", ylabel="final validation loss (nats per token)")
-    for axis in (left, right):
-        low, high = axis.get_ylim()
-        for name, value in plan["references"].items():
-            if value is not None and low < value < high:
-                axis.axhline(value, color="0.35", lw=1, ls=(0, (6, 3)), zorder=0)
-                axis.annotate(
-                    name, (axis.get_xlim()[1], value), (-4, 3), textcoords="offset points", ha="right", size=8
-                )
-        axis.set_ylim(low, high)
-        axis.spines[["top", "right"]].set_visible(False)
-    # many arms: below, where the tick labels of the other side need room anyway
-    below = {} if few else {"loc": "upper left", "bbox_to_anchor": (0, -0.16), "ncols": 3}
-    left.legend(frameon=False, fontsize=8, **below)
-    save_figure(fig, path, f"{Path(plan['config']['out_dir']).name}: {report['status']}")
 
 
 def three_checks(report, heads, arms=None):
@@ -520,7 +623,6 @@ def three_checks(report, heads, arms=None):
 
     report: report.json of an experiment. heads: {folder: heads.json} of models measured beside it. arms: {arm: config};
     by default an arm is called by the direction that it removes. A control differs from self in that direction alone.
-    A number that is missing is said to be missing.
     """
     lines = ["## Three checks", ""]
     for folder, r in heads.items():
@@ -538,32 +640,41 @@ def three_checks(report, heads, arms=None):
             f" earlier positions give ([figure]({folder}/heads_map.png))."
         )
     arms = arms or {arm: {"removal": arm} for arm in report["arms"]}
-    controls = {"fixed": "a fixed direction", "rotated": "another direction that depends on the token"}
     tested = False
     for c in report["contrasts"]:
-        a, b = (arms.get(c[side], {}) for side in ("a", "b"))  # a reference has no config
-        control = next((k for k in controls if {a.get("removal"), b.get("removal")} == {"self", k}), None)
-        if control is None or a | {"removal": "self"} != b | {"removal": "self"}:
+        a, b = (arms.get(c[side], {}) if isinstance(c[side], str) else {} for side in ("a", "b"))
+        removed = {a.get("removal"), b.get("removal")}
+        if "self" not in removed or not removed & {"fixed", "rotated", "matched", "shrink"}:
             continue
-        tested = True
-        found = verdict(c, report["alpha"])
-        better, worse = ("lower", "higher") if a["removal"] == "self" else ("higher", "lower")
-        does = {better: "does better than", worse: "does worse than"}.get(found.split(",")[0], "is not told apart from")
-        said = f"Removing the own value {does} removing {controls[control]}"
-        said = f"Not tested: {c['reason']}" if c["reason"] else said
-        lines.append(
-            f"- Direction specificity: {c['a']} − {c['b']} {number(c['mean'], '+.4f')}{between(c['ci95'], '+.4f')}"
-            f" nats, p_holm {number(c['p_holm'], '.2g')}, {found}. {said} ([figure](report.png))."
-        )
+        if a | {"removal": "self"} == b | {"removal": "self"}:
+            tested = True
+            lines.append(f"- Direction specificity ([figure](contrasts.png)): {c['sentence']}")
     if not tested:
-        lines.append("- Direction specificity: no planned contrast sets self beside fixed or rotated: not tested.")
+        lines.append("- Direction specificity: no planned contrast sets self beside a control: not tested.")
     return lines
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# commands
+
+
+def write_report(out, report, text):
+    """report.json, report.md and contrasts.csv."""
+    with whole_file(out / "report.json") as f:
+        json.dump(report, f, indent=1, allow_nan=False)
+    with whole_file(out / "report.md") as f:
+        f.write(text)
+    if report["contrasts"]:
+        write_csv(out / "contrasts.csv", contrast_rows(report["contrasts"]))
+    print(text)
+    print(f"written: {out}/report.json, report.md, contrasts.csv and figures")
 
 
 def runs_command(out):
     out = Path(out)
     report, plan, runs = report_runs(out)
-    text = markdown(report, plan, Path(plan["config"]["out_dir"]).name)
+    name = Path(plan["config"]["out_dir"]).name
+    text = markdown(report, plan, name)
     found = sorted(out.rglob("heads.json"))
     if heads := {str(p.parent.relative_to(out)): read_json(p, "model", "summary") for p in found}:
         final = {f"{arm}/seed{seed}": run and run["val_loss"] for (arm, seed), run in runs.items()}
@@ -571,27 +682,107 @@ def runs_command(out):
             raise UserError(f"{out}/{stale[0]}/heads.json is not of the run as it is now: measure again, or delete it")
         arms = {arm: plan["config"] | flags for arm, flags in plan["arms"].items()}
         text += "\n" + "\n".join(three_checks(report, heads, arms)) + "\n"
-    with whole_file(out / "report.json") as f:
-        json.dump(report, f, indent=1, allow_nan=False)
-    with whole_file(out / "report.md") as f:
-        f.write(text)
     figure_runs(out / "report.png", report, plan, runs)
-    print(text)
-    print(f"written: {out}/report.json, report.md, report.png")
+    if report["contrasts"]:
+        title = literal(f"{name}: {report['status']}")
+        figure_contrasts(out / "contrasts.png", report["contrasts"], plan["margin"], title)
+    write_report(out, report, text)
+
+
+def read_table(path):
+    """A file of columns arm, seed (perhaps), loss -> {arm: {seed or row number: loss}}, and whether it has seeds."""
+    rows = csv.DictReader(read_text(path).splitlines())
+    if not {"arm", "loss"} <= set(rows.fieldnames or ()):
+        raise UserError(f"{path} must begin with the names of its columns: arm,seed,loss")
+    arms = {}
+    for n, row in enumerate(rows, 2):
+        try:
+            loss = float(row["loss"])
+        except (TypeError, ValueError):
+            raise UserError(f"{path} row {n}: loss is {row['loss']!r}, it must be a number") from None
+        seed = row.get("seed") or n
+        if not math.isfinite(loss) or seed in arms.setdefault(row["arm"], {}):
+            what = f"seed {seed} of {row['arm']} is there twice" if math.isfinite(loss) else "the loss is not finite"
+            raise UserError(f"{path} row {n}: {what}; take the row out")
+        arms[row["arm"]][seed] = loss
+    return arms, "seed" in rows.fieldnames
+
+
+def table_command(path, flags):
+    """The statistics of a table of losses from anywhere; nothing was planned, so it is exploratory."""
+    arms, matched = read_table(path)
+    matched = matched and not flags.get("unmatched", False)
+    alpha, margin = flags.get("alpha", 0.05), flags.get("margin", 0.02)
+    pairs = [pair.partition(":")[::2] for pair in flags.get("contrasts", "").split(",")]
+    contrasts = []
+    for a, b in pairs:
+        number = b if b in arms or not b.replace(".", "", 1).isdecimal() else float(b)
+        for name in (a, number):
+            if isinstance(name, str) and name not in arms:
+                what = f"write A:B, or A:3.28, of {', '.join(arms)}"
+                raise UserError(f"--contrasts={flags.get('contrasts', '')}: no arm is called {name!r}; {what}")
+        left, differences = list(arms[a].values()), {}
+        if isinstance(number, float):
+            result = paired(left, number, margin, alpha, len(pairs))
+            differences = {s: x - number for s, x in arms[a].items()}
+        elif matched:
+            if odd := set(arms[a]) ^ set(arms[b]):
+                what = f"seed {min(odd)} is there for one of {a} and {b}"
+                raise UserError(f"{path}: {what}, so they are no pairs: add it, or say --unmatched")
+            result = paired(left, [arms[b][s] for s in arms[a]], margin, alpha, len(pairs))
+            differences = {s: x - arms[b][s] for s, x in arms[a].items()}
+        else:
+            result = welch(left, list(arms[b].values()), margin, alpha, len(pairs)) | {"unit": "runs"}
+        contrasts.append(
+            {"a": a, "b": b, "differences": differences} | result | dict.fromkeys(("predicted", "ci_predicted"))
+        )
+    decide(contrasts, alpha, margin)
+    out = Path(flags.get("out", Path("out/table") / Path(path).stem))
+    out.mkdir(parents=True, exist_ok=True)
+    how = "over matched seeds (paired t test)" if matched else "unmatched (Welch's t test): nothing was paired"
+    text = f"# {Path(path).name}: exploratory\n\n" + "\n".join(f"- {c['sentence']}" for c in contrasts)
+    text += f"\n\n![Each contrast: mean, 95% interval, margin](contrasts.png)\n\nFirst minus second, {how}:\n\n"
+    text += contrast_table(contrasts, alpha, margin) + "\n"
+    figure_contrasts(out / "contrasts.png", contrasts, margin, literal(f"{Path(path).name}: exploratory"))
+    write_report(out, {"status": "exploratory", "alpha": alpha, "margin": margin, "contrasts": contrasts}, text)
+
+
+def sample_command(names, flags):
+    """Text from the models of runs, one after the other, from one random stream."""
+    for name in names:
+        model, subject = open_model(name)
+        device = next(model.parameters()).device
+        ids = torch.tensor([encode(flags.get("prompt", "\n"), subject)], device=device)  # (1, n)
+        generator = torch.Generator(device).manual_seed(hash_seed(flags.get("seed", 0), "sample"))
+        ids = model.generate(ids, flags.get("tokens", 256), flags.get("temperature", 1.0), generator=generator)
+        print(f"--- {subject.label}\n{prepare.decode(ids[0].tolist(), own_meta(subject))}\n")
+
+
+FLAGS = {
+    "runs": {},
+    "table": {"contrasts": str, "unmatched": bool, "margin": float, "alpha": float, "out": str},
+    "sample": {"prompt": str, "tokens": int, "temperature": float, "seed": int},
+    "heads": HEADS_FLAGS,
+}
 
 
 def main(argv):
-    words, flags = parse(argv, HEADS_FLAGS if argv[:1] == ["heads"] else {"help": bool})
-    if flags.get("help") or not words:
-        print(__doc__.strip())
-    elif words[0] == "runs":
-        if len(words) != 2:
-            raise UserError("name one experiment: python analyze.py runs OUT")
-        runs_command(words[1])
-    elif words[0] == "heads":
-        heads_command(words[1:], flags)
+    words, flags = parse(argv, FLAGS.get(argv[0] if argv else "", {}) | {"help": bool})
+    if flags.pop("help", False) or not words:
+        return print(__doc__.strip())
+    command, *names = words
+    if command not in FLAGS:
+        raise UserError(f"unknown command {command!r}: {', '.join(FLAGS)}")
+    if command != "heads" and (not names or command != "sample" and len(names) > 1):
+        raise UserError(f"python analyze.py {command}: name one of it, as --help shows")
+    if command == "runs":
+        runs_command(names[0])
+    elif command == "table":
+        table_command(names[0], flags)
+    elif command == "sample":
+        sample_command(names, flags)
     else:
-        raise UserError(f"unknown command {words[0]!r}: runs or heads")
+        heads_command(names, flags)
 
 
 if __name__ == "__main__":

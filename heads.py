@@ -13,7 +13,6 @@ positions (explained)? Does own foretell on other text where removal costs most 
 """
 
 import contextlib
-import csv
 import inspect
 import itertools
 import json
@@ -28,13 +27,13 @@ from unittest.mock import patch  # sets an attribute and puts the old one back, 
 
 import numpy as np
 import torch
-from matplotlib.figure import Figure
 from scipy import stats
 from tqdm import tqdm
 
 import prepare
 from configurator import UserError, read_json, read_text, whole_file
 from model import GPT, digest, remove_direction
+from report import figures_heads, markdown_heads, number, table, write_csv
 
 # ---------------------------------------------------------------------------------------------------------------------
 # statistics: arrays in, plain values out
@@ -95,51 +94,6 @@ def predicts(x, d, correlation=pearson):
     """
     both = [correlation(x[i::2].mean(0), d[1 - i :: 2].mean(0)) for i in (0, 1)] if len(x) > 1 else [None]
     return None if None in both else float(np.mean(both))
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# tables and figures
-
-
-def number(x, spec=".4f"):
-    return "–" if x is None else format(x, spec)
-
-
-def between(ci, spec="+.2f"):
-    return "" if ci is None else f" [{ci[0]:{spec}}, {ci[1]:{spec}}]"
-
-
-def reliability(summary, k):
-    """A correlation between halves of the text, r_stat or r_delta, and what the whole text would reach."""
-    return f"{number(summary[k], '.3f')} (Spearman-Brown {number(summary[k + '_spearman_brown'], '.3f')})"
-
-
-def table(head, rows):
-    """A Markdown table whose columns line up in a terminal too."""
-    cells = [head, *rows]
-    widths = [max(len(str(row[i])) for row in cells) for i in range(len(head))]
-    lines = ["| " + " | ".join(str(c).ljust(w) for c, w in zip(row, widths, strict=True)) + " |" for row in cells]
-    lines.insert(1, "|" + "|".join("-" * (w + 2) for w in widths) + "|")
-    return "\n".join(lines)
-
-
-def write_csv(path, rows):
-    with whole_file(path) as f:
-        writer = csv.DictWriter(f, list(rows[0]), lineterminator="\n")
-        writer.writeheader()
-        writer.writerows(rows)  # None becomes an empty field
-
-
-COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")  # Okabe and Ito
-STYLES, MARKERS = ("-", "--", ":", "-."), ("o", "s", "^", "D")
-
-
-def save_figure(fig, path, title):
-    fig.suptitle(title, fontsize=11)
-    for axis in fig.axes:
-        axis.title.set_size(10)
-    with whole_file(path, "wb") as f:
-        fig.savefig(f, dpi=150, format="png", metadata={"Software": None})
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -585,7 +539,6 @@ def measure(model, w, bos=False, interventions=False, path=None):
 # ---------------------------------------------------------------------------------------------------------------------
 # from the measures to a report
 
-PREDICTORS = {"stat": "own", "null": "null", "own_minus_null": "own − null"}
 ROUNDING = 1e-6  # nats: a window's loss in float32 is no better, and the order of smaller effects means nothing
 
 
@@ -627,116 +580,6 @@ def summarize(measures, n_kv_head):
     means = {k: value(measures[k].mean()) for k in ("loss", "delta_all")}
     shape = {"n_layer": L, "n_head": H, "n_kv_head": n_kv_head, "windows": n}
     return shape | means | {"heads": heads, "summary": summary}
-
-
-def markdown_heads(report):
-    """heads.json -> heads.md: the numbers, and what each says."""
-    summary, effects = report["summary"], report["delta_all"] is not None
-    gap = f"{number(summary['own_minus_null'], '+.3f')}{between(summary['own_minus_null_ci95'], '+.3f')}"
-    rows = [
-        ["own", number(summary["own"], "+.3f"), "cosine of a head's output with its own value"],
-        ["null", number(summary["null"], "+.3f"), "cosine with values of earlier positions"],
-        ["own − null", gap, "what is left for the own value, with 95% over windows"],
-        ["explained", number(summary["explained"], ".1%"), "null / own (– where own is near 0; above 100%: null wins)"],
-        ["r_stat", reliability(summary, "r_stat"), "would other text rank the heads alike by own?"],
-    ]
-    if summary["across"] is not None:
-        rows.insert(4, ["across", number(summary["across"], "+.3f"), "cosine with the values of the other groups"])
-    if effects:
-        cost = number(report["delta_all"], "+.4f")
-        rows.insert(-1, ["delta_all", cost, "nats lost by removing the own value in all heads at once"])
-        rows.append(["r_delta", reliability(summary, "r_delta"), "and by delta, what removal in one head loses?"])
-        for k, name in PREDICTORS.items():
-            r, rho = (number(summary[f"r_{k}_delta{end}"], ".3f") for end in ("", "_spearman"))
-            ceiling = f", ceiling {number(summary['r_stat_delta_ceiling'], '.3f')}" * (k == "stat")
-            rows.append([f"r_{k}_delta", r, f"does {name} foretell delta on other text? Spearman {rho}{ceiling}"])
-    groups = f" in {report['n_kv_head']} key-value groups" * (report["n_kv_head"] != report["n_head"])
-    lines = [
-        f"# {report['model']}: heads",
-        f"{report['n_layer']} layers × {report['n_head']} heads{groups}, {report['parameters']:,} parameters,"
-        f" {report['dtype']}; {report['windows']:,} windows of {report['window_length']:,} tokens of {report['text']},"
-        f" {'with' if report['bos'] else 'without'} a beginning-of-text token in front. Loss of the untouched model:"
-        f" {number(report['loss'])} nats per token.",
-        table(["measure", "value", "meaning"], rows),
-        f"Each r is over {report['n_layer'] * report['n_head']} heads, between even and odd ones of"
-        f" {report['windows']:,} windows, {report['tokens']:,} tokens: it grows with the text. Spearman-Brown is what"
-        " all of them together would reach. All of it is about other text, and not about other heads or models.",
-    ]
-    if not effects:
-        lines.append("What removal does to the loss was not measured: --interventions.")
-    if report["removal"] != "none":
-        zero = ": every delta is zero by construction" * (report["removal"] == "self")
-        lines.append(
-            f"The model itself removes a direction ({report['removal']}) after the place of measurement{zero}."
-        )
-    if not report["routing"]:
-        lines.append("Its positions see themselves only; null is over all earlier positions, though none is seen.")
-    return "\n\n".join(lines) + "\n"
-
-
-def figure_map(path, report, own, null):
-    """Layer x head maps of own, null and own - null (L, H) on one colour scale."""
-    L, H = own.shape
-    maps = {"own": own, "null": null, "own − null": own - null}
-    fig = Figure(figsize=(5 + min(9, 1.5 + H / 4), 2 + min(6.5, 0.7 + L / 6)), layout="constrained")
-    axes = fig.subplots(1, 3, sharey=True)
-    limit = max(np.abs(a).max() for a in maps.values()) or 1.0
-    for axis, (name, a) in zip(axes, maps.items(), strict=True):
-        image = axis.imshow(a, cmap="PuOr_r", vmin=-limit, vmax=limit, aspect="auto", interpolation="nearest")
-        axis.set(title=f"{name}, mean {a.mean():+.3f}", xlabel="head")
-        axis.set_xticks(range(0, H, math.ceil(H / 12)))
-        axis.set_yticks(range(0, L, math.ceil(L / 12)))
-    axes[0].set_ylabel("layer")
-    fig.colorbar(image, ax=axes, label="cosine", fraction=0.05)
-    save_figure(fig, path, report["model"])
-
-
-def figure_scatter(path, report, panels):
-    """Heads as points, coloured by layer. panels: [(x, y, title, x label, y label, standard error of y or None)]."""
-    L, H = report["n_layer"], report["n_head"]
-    fig = Figure(figsize=(1.2 + 4.6 * len(panels), 4.6), layout="constrained")
-    axes = fig.subplots(1, len(panels), squeeze=False)[0]
-    for axis, (x, y, title, xlabel, ylabel, se) in zip(axes, panels, strict=True):
-        size = 22 if L * H < 400 else 8
-        marks = axis.scatter(x, y, size, np.repeat(np.arange(L), H), cmap="cividis", linewidths=0, zorder=2)
-        if se is None:
-            axis.set(xlim=axis.get_xlim(), ylim=axis.get_ylim())  # the line where both are equal may lie outside
-            axis.axline((0, 0), slope=1, color="0.6", lw=1, zorder=1)
-        else:
-            axis.errorbar(x, y, se, fmt="none", ecolor="0.75", elinewidth=0.8, zorder=1)
-            axis.axhline(0, color="0.6", lw=1, zorder=0)
-        axis.set(title=title, xlabel=xlabel, ylabel=ylabel)
-        axis.spines[["top", "right"]].set_visible(False)
-    fig.colorbar(marks, ax=axes, label="layer", ticks=range(0, L, math.ceil(L / 12)))
-    save_figure(fig, path, f"{report['model']}: {report['windows']:,} windows, {report['tokens']:,} tokens")
-
-
-def figures_heads(out, report, measures):
-    """heads_map.png, heads_null.png, heads_halves.png (two windows or more), heads_delta.png (with interventions)."""
-    for old in out.glob("heads_*.png"):  # of an earlier measurement, which may have had more
-        old.unlink()
-    summary, means = report["summary"], {k: measures[k].mean(0) for k in ("own", "null", "across", "delta")}  # (L, H)
-    figure_map(out / "heads_map.png", report, means["own"], means["null"])
-    own, null, across, delta = (a.ravel() for a in means.values())
-    title = "own against null; on the line both are equal"
-    panels = [(null, own, title, "null (cosine, earlier values)", "own (cosine)", None)]
-    if summary["across"] is not None:
-        title = "own group against the others"
-        panels.append((across, own, title, "across (cosine, other groups)", "own (cosine)", None))
-    figure_scatter(out / "heads_null.png", report, panels)
-    effects = np.isfinite(delta).all()
-    if effects:
-        se = np.array([h["delta_se"] or 0.0 for h in report["heads"]])
-        title = f"removing the own value; r across halves {number(summary['r_stat_delta'], '.2f')}"
-        panel = (own, delta, title, "own (cosine)", "delta, loss added (nats per token, ± se)", se)
-        figure_scatter(out / "heads_delta.png", report, [panel])
-    if report["windows"] > 1:
-        panels = []
-        for k, r_k, name in (("own", "r_stat", "own (cosine)"), ("delta", "r_delta", "delta (nats)"))[: 1 + effects]:
-            even, odd = (measures[k][i::2].mean(0).ravel() for i in (0, 1))
-            title = f"{r_k} {reliability(summary, r_k)}"
-            panels.append((even, odd, title, f"{name}, even windows", f"{name}, odd windows", None))
-        figure_scatter(out / "heads_halves.png", report, panels)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

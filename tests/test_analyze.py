@@ -16,6 +16,7 @@ from scipy import stats
 import analyze
 import model
 import prepare
+import report
 import train
 from analyze import holm, paired, signflip, standard_errors
 from configurator import UserError
@@ -36,8 +37,8 @@ def test_paired_against_scipy_and_student():
     # as R prints them: t.test(extra ~ group, data = sleep, paired = TRUE)
     assert r["t"] == pytest.approx(-4.0621, abs=5e-5) and r["p"] == pytest.approx(0.002833, abs=5e-7)
     assert r["mean"] == pytest.approx(-1.58) and r["ci95"] == pytest.approx([-2.4598858, -0.7001142], abs=5e-8)
-    half = stats.t.ppf(0.95, 9) * r["sd"] / math.sqrt(10)
-    assert r["ci90"] == pytest.approx([-1.58 - half, -1.58 + half])
+    half = stats.t.ppf(1 - 0.05 / 3, 9) * r["sd"] / math.sqrt(10)
+    assert paired(a, b, m=3)["ci_equivalence"] == pytest.approx([-1.58 - half, -1.58 + half])
     assert r["dz"] == pytest.approx(-1.58 / r["sd"]) and r["ranges_overlap"] is True and r["reason"] is None
 
 
@@ -73,7 +74,7 @@ def test_equal_differences_have_no_p():
     a, b = [1.915, 1.904, 1.923, 1.911], [1.912, 1.901, 1.920, 1.908]
     r = paired(a, b)
     assert r["mean"] == pytest.approx(0.003) and r["sd"] == 0 and "equal up to rounding" in r["reason"]
-    assert all(r[k] is None for k in ("t", "p", "ci95", "ci90", "dz", "mde80", "equivalent"))
+    assert all(r[k] is None for k in ("t", "p", "ci95", "ci_equivalence", "dz", "mde80", "equivalent", "n_for_margin"))
     assert r["p_signflip"] == 0.125
     same = paired(a, a)
     assert same["mean"] == 0 and same["p"] is None and same["p_signflip"] == 1
@@ -89,7 +90,7 @@ def test_equal_differences_have_no_p():
 @pytest.mark.parametrize("bad", [None, math.nan, math.inf, -math.inf])
 def test_a_missing_pair_voids_the_comparison(bad):
     r = paired([1.0, bad, 3.0], [1.0, 2.0, 2.5])
-    assert r["n"] == 3 and r["reason"] == "1 of 3 pairs have a missing or non-finite value"
+    assert r["n"] == 0 and r["reason"] == "1 of 3 pairs have a missing or non-finite value"
     assert all(v is None for k, v in r.items() if k not in ("n", "reason"))
     with pytest.raises(ValueError, match="no pairs"):
         paired([1.0, 2.0], [1.0])
@@ -102,6 +103,8 @@ def test_pitman_morgan_and_sd_ratio():
     f, corr = a.var(ddof=1) / b.var(ddof=1), np.corrcoef(a, b)[0, 1]
     t = (f - 1) * math.sqrt(8) / (2 * math.sqrt(f * (1 - corr**2)))
     assert r["p_pitman_morgan"] == pytest.approx(2 * stats.t.sf(abs(t), 8), rel=1e-9)
+    line = paired([1.0, 2.0, 3.0, 4.0], [2.0, 4.0, 6.0, 8.0])  # S9
+    assert line["p_pitman_morgan"] is None and "no test" in line["reason"] and line["p"] is not None
     assert r["sd_ratio"] == pytest.approx(math.sqrt(f))
 
 
@@ -115,9 +118,36 @@ def test_mde80_is_found_with_80_percent_power():
         assert np.mean(t > critical) == pytest.approx(0.8, abs=0.004)
 
 
-def test_equivalence_is_ci90_inside_the_margin():
+def test_n_for_margin_is_the_least_n_with_80_percent_power():
+    """By simulation: n finds the margin in 80% of experiments, n - 1 in less."""
+    rng = np.random.default_rng(0)
+    d = rng.normal(0, 0.02, 8)
+    r = paired(d, 0, margin=0.02, m=4)
+    power = {}
+    for n in (r["n_for_margin"] - 1, r["n_for_margin"]):
+        sample = rng.normal(0.02 / r["sd"], 1, (400_000, n))
+        t = sample.mean(1) / sample.std(1, ddof=1) * math.sqrt(n)
+        power[n] = np.mean(abs(t) > stats.t.ppf(1 - 0.05 / 8, n - 1))
+    few, enough = power.values()
+    assert few < 0.8 + 0.003 and enough > 0.8 - 0.003
+    assert paired(d, 0, margin=1e-5)["n_for_margin"] is None and paired(d, 0)["n_for_margin"] is None
+
+
+def test_welch_against_scipy():
+    a, b = [1.9, 2.0, 2.2, 1.95], [1.7, 1.8, 1.65]
+    r, theirs = analyze.welch(a, b, margin=0.6, m=2), stats.ttest_ind(a, b, equal_var=False)
+    assert (r["n"], r["t"], r["p"], r["df"]) == (7, theirs.statistic, theirs.pvalue, theirs.df)
+    assert r["ci_equivalence"] == pytest.approx(list(theirs.confidence_interval(0.95))) and r["equivalent"] is True
+    assert analyze.welch([1.0], b)["p"] is None and "more seeds" in analyze.welch([1.0], b)["reason"]
+
+
+def test_equivalence_is_judged_at_the_level_of_a_prediction():
     r = paired([0.010, 0.012, 0.009, 0.011], [0.009, 0.010, 0.009, 0.012], margin=0.02)
-    assert r["equivalent"] is True and max(map(abs, r["ci90"])) < 0.02
+    assert r["equivalent"] is True and max(map(abs, r["ci_equivalence"])) < 0.02
+    d = np.array([0.010, 0.012, 0.009, 0.011, 0.016])
+    bound = d.mean() + stats.t.ppf(1 - 0.05 / 4, 4) * d.std(ddof=1) / math.sqrt(5)
+    assert paired(d, 0, margin=bound + 1e-9, m=4)["equivalent"] is True
+    assert paired(d, 0, margin=bound - 1e-9, m=4)["equivalent"] is False
     assert paired(*SLEEP, margin=0.02)["equivalent"] is False and paired(*SLEEP)["equivalent"] is None
 
 
@@ -141,9 +171,8 @@ def test_paired_against_statsmodels():
     a, b = rng.normal(2, 0.02, 8), rng.normal(2, 0.02, 8)
     r, theirs = paired(a, b, margin=0.02), DescrStatsW(a - b)
     assert r["t"] == pytest.approx(theirs.ttest_mean(0)[0]) and r["p"] == pytest.approx(theirs.ttest_mean(0)[1])
-    assert r["ci95"] == pytest.approx(theirs.tconfint_mean(0.05)) and r["ci90"] == pytest.approx(
-        theirs.tconfint_mean(0.1)
-    )
+    assert r["ci95"] == pytest.approx(theirs.tconfint_mean(0.05))
+    assert r["ci_equivalence"] == pytest.approx(theirs.tconfint_mean(0.1))
     for margin in (0.005, 0.02, 0.05):
         assert paired(a, b, margin=margin)["equivalent"] == (ttost_paired(a, b, -margin, margin)[0] < 0.05)
 
@@ -198,7 +227,7 @@ def out(finished, tmp_path, monkeypatch):
     return Path("out/toy")
 
 
-def report(out="out/toy"):
+def reported(out="out/toy"):
     analyze.main(["runs", str(out)])
     return json.loads((Path(out) / "report.json").read_text())
 
@@ -208,7 +237,7 @@ def log(out, arm, seed):
 
 
 def test_a_whole_experiment(out):
-    r = report()
+    r = reported()
     assert (r["status"], r["deviations"], r["outcome"]) == ("confirmatory", [], "final")
     losses = {arm: [log(out, arm, s)[-1]["val_loss"] for s in range(5)] for arm in ("Full", "FFNOnly", "Half")}
     for arm, values in losses.items():
@@ -249,36 +278,34 @@ def test_a_whole_experiment(out):
 
 
 def test_a_report_is_made_again_without_weights(out):
-    before = report()
+    before = reported()
     text, picture = (out / "report.md").read_text(), (out / "report.png").read_bytes()
     for path in out.glob("*/*/ckpt.pt"):
         path.unlink()
     shutil.rmtree("data")
-    after = report()
-    assert after["audit"].pop("carried_over") is True and after == before
-    assert (out / "report.md").read_text().replace(
-        " (carried over from an earlier report: the weights are not here)", ""
-    ) == text
+    after = reported()
+    assert (before["audit"].pop("carried_over"), after["audit"].pop("carried_over")) == (0, 15) and after == before
+    assert (out / "report.md").read_text().replace(" (15 by an earlier report)", "") == text
     assert (out / "report.png").read_bytes() == picture
     path = out / "Half/seed0/log.jsonl"  # losses that were never audited do not inherit an audit
     lines = path.read_text().splitlines()
     last = json.loads(lines[-1])
     last |= {"val_loss": last["val_loss"] - 0.5, "window_losses": [x - 0.5 for x in last["window_losses"]]}
     path.write_text("\n".join([*lines[:-1], json.dumps(last)]) + "\n")
-    assert report()["audit"]["checked"] == 0
+    assert reported()["audit"]["checked"] == 0
     path.write_text("\n".join(lines) + "\n")
     (out / "report.json").unlink()
-    assert report()["audit"]["checked"] == 0 and "none was measured again" in (out / "report.md").read_text()
+    assert reported()["audit"]["checked"] == 0 and "none was measured again" in (out / "report.md").read_text()
 
 
 def test_a_deleted_run_makes_it_exploratory(out):
     shutil.rmtree(out / "Half" / "seed3")
     shutil.copytree(out / "Full" / "seed0", out / "Fall" / "seed0")
-    r = report()
+    r = reported()
     assert r["status"] == "exploratory"
     assert r["deviations"] == ["Run Fall/seed0 is not in the plan.", "Run Half/seed3 is planned and not finished."]
     half = r["contrasts"][1]
-    assert half["p"] is None and half["p_holm"] is None and half["n"] == 5 and "Half/seed3 is missing" in half["reason"]
+    assert half["p"] is None and half["p_holm"] is None and half["n"] == 0 and "Half/seed3 is missing" in half["reason"]
     assert r["contrasts"][0]["p_holm"] == pytest.approx(holm([c["p"] for c in r["contrasts"]])[0])
     assert r["arms"]["Half"]["n"] == 4 and r["arms"]["Half"]["seeds"]["3"] is None
     assert "not computed" in (out / "report.md").read_text()
@@ -286,11 +313,11 @@ def test_a_deleted_run_makes_it_exploratory(out):
 
 def test_heads_of_another_run_are_not_reported(out):
     analyze.main(["heads", "out/toy/Full/seed0", "--windows=4"])
-    report()
+    reported()
     assert "Noise floor (Full/seed0, 4 windows" in (out / "report.md").read_text()
     shutil.copy(out / "Full/seed1/log.jsonl", out / "Full/seed0/log.jsonl")  # as if it had been trained again
     with pytest.raises(UserError, match="Full/seed0/heads/heads.json is not of the run as it is now"):
-        report()
+        reported()
 
 
 def test_a_diverged_run_stays(out):
@@ -300,20 +327,21 @@ def test_a_diverged_run_stays(out):
         real = train.learning_rate
         patch.setattr(train, "learning_rate", lambda config, step: 1e30 if step > 3 else real(config, step))
         train.main(["toy.py"])
-    r = report()
+    r = reported()
     assert r["status"] == "confirmatory" and plan["seeds"] == [0, 1, 2, 3, 4]
     half = r["arms"]["Half"]
     assert (half["n"], half["n_finite"], half["mean"], half["sd"], half["seeds"]["2"]) == (5, 4, None, None, None)
     assert "Half/seed2 is missing or diverged" in r["contrasts"][1]["reason"] and r["contrasts"][1]["p"] is None
     assert "5 (1 diverged)" in (out / "report.md").read_text()
-    assert r["audit"]["checked"] == 14 and "14 of 15 runs measured again" in (out / "report.md").read_text()
+    assert r["audit"]["checked"] == 14 and "14 of 14 finished runs measured again" in (out / "report.md").read_text()
 
 
 def test_a_report_without_spread_prints(out):
     """R1: equal differences, and a single pair."""
     r, plan, _ = analyze.report_runs(out)
     for a, b in (([1.915, 1.904], [1.912, 1.901]), ([1.5], [1.4])):
-        r["contrasts"][0] |= paired(a, b) | {"p_holm": None}
+        r["contrasts"][0] |= paired(a, b)
+        analyze.decide(r["contrasts"], 0.05, 0.02)
         text = analyze.markdown(r, plan, "toy")
         assert "not computed" in text and r["contrasts"][0]["reason"] in text and "nan" not in text.lower()
 
@@ -326,7 +354,7 @@ def respoil(path, change):
 
 def test_the_audit_names_a_gain_that_changed_after_training(out):
     respoil(out / "Half/seed1/ckpt.pt", lambda c: c["config"].update(attn_gain=0.51))
-    r = report()
+    r = reported()
     assert r["status"] == "exploratory" and r["audit"]["failed"] == ["Half/seed1"]
     (sentence,) = [d for d in r["deviations"] if "audit" in d]
     assert "Half/seed1" in sentence and "config.attn_gain: planned 0.5, now 0.51" in sentence
@@ -365,7 +393,7 @@ def test_the_audit_names_a_run_trained_with_another_gain(out, when):
         patch.setattr(train, "window_losses", measured)
         patch.setattr(model.Block, "forward", forward)
         train.main(["toy.py"])
-    r = report()
+    r = reported()
     assert r["audit"]["failed"] == ["Full/seed0"] and r["status"] == "exploratory"
     (sentence,) = r["deviations"]
     assert ("a window's loss by" in sentence) == (when == "always") and "the training path's loss by" in sentence
@@ -373,7 +401,7 @@ def test_the_audit_names_a_run_trained_with_another_gain(out, when):
 
 def test_a_changed_plan_shows(out):
     train.main(["toy.py", "--margin=0.5", "--amend=a wider margin"])
-    r = report()
+    r = reported()
     assert r["status"] == "exploratory" and len(r["deviations"]) == 1
     assert "a wider margin (margin: planned 0.02, now 0.5)" in r["deviations"][0]
 
@@ -385,12 +413,12 @@ def test_a_run_of_another_config_shows(out):
     last["config"]["beta2"], last["config"]["dtype"] = 0.5, "bfloat16"
     last["source"]["train.py"] = "0" * 64
     path.write_text("\n".join([*lines[:-1], json.dumps(last)]) + "\n")
-    r = report()
+    r = reported()
     text = "\n".join(r["deviations"])
     assert "Run Full/seed0 differs from the plan in config.beta2: planned 0.95, now 0.5." in text
     assert "source.train.py" in text and r["status"] == "exploratory"
     # T11 and its kind: the two sides were not computed alike
-    assert r["contrasts"][0]["reason"] == "the two sides differ in dtype: bfloat16, float32"
+    assert r["contrasts"][0]["reason"] == "the two sides differ in beta2: 0.5, 0.95" and r["contrasts"][0]["n"] == 0
     assert r["contrasts"][0]["p"] is None and r["contrasts"][0]["p_holm"] is None
 
 
@@ -401,11 +429,11 @@ def test_other_windows_are_refused(out):
     last = log(out, "Full", 0)[-1]
     settings = last["config"] | last["data"]
     assert analyze.unlike([settings, settings]) is None
-    assert analyze.unlike([settings, settings | {"windows": 3}]).startswith("the two sides differ in number of windows")
+    assert analyze.unlike([settings, settings | {"windows": 3}]).startswith("the two sides differ in windows: 3")
     train.main(["toy.py", "--eval_tokens=100", "--amend=a trial"])  # the references are counted on fewer windows now
-    r = report()
+    r = reported()
     assert r["contrasts"][0]["p"] is not None and r["contrasts"][2]["p"] is None
-    assert r["contrasts"][2]["reason"].startswith("the two sides differ in number of windows: ")
+    assert r["contrasts"][2]["reason"].startswith("the two sides differ in windows: ")
 
 
 def test_a_foreign_pickle_is_refused_and_not_run(out):
@@ -419,17 +447,17 @@ def test_a_foreign_pickle_is_refused_and_not_run(out):
     for data in (pickle.dumps(Bomb()), b"", path.read_bytes()[:5000]):
         path.write_bytes(data)
         with pytest.raises(UserError, match="Full/seed0/ckpt.pt is damaged, or no checkpoint of ours"):
-            report()
+            reported()
     torch.save({"model": {}}, path)
     with pytest.raises(UserError, match="damaged, or no checkpoint of ours"):
-        report()
+        reported()
     assert not Path("exploded").exists()
 
 
 def test_errors(tmp_path):
     for argv, message in (
         (["runs", str(tmp_path)], "plan.json not found"),
-        (["runs"], "name one experiment"),
+        (["runs"], "name one of it"),
         (["run", "x"], "unknown command 'run'"),
         (["runs", "--x=1", "y"], "unknown flag --x"),
     ):
@@ -464,14 +492,14 @@ def test_a_damaged_log_is_named(out, tail, words):
     with open(out / "Full/seed0/log.jsonl", "a") as f:
         f.write(tail + "\n")
     with pytest.raises(UserError, match=f"Full/seed0/log.jsonl is damaged .*{words}.* delete"):
-        report()
+        reported()
 
 
 def test_a_damaged_report_is_written_anew(out):
-    whole = report()
+    whole = reported()
     for damaged in ("[]", "", '{"audit": 5}'):
         (out / "report.json").write_text(damaged)
-        assert report() == whole
+        assert reported() == whole
 
 
 def test_a_checkpoint_and_a_log_that_disagree_on_the_end_fail_the_audit(out):
@@ -480,7 +508,7 @@ def test_a_checkpoint_and_a_log_that_disagree_on_the_end_fail_the_audit(out):
     lines = path.read_text().splitlines()
     last = json.loads(lines[-1]) | {"status": "diverged", "val_loss": None, "window_losses": None}
     path.write_text("\n".join([*lines[:-1], json.dumps(last)]) + "\n")
-    r = report()
+    r = reported()
     assert r["audit"]["failed"] == ["Full/seed0", "Half/seed0"] and r["status"] == "exploratory"
     assert "ckpt.pt says diverged, log.jsonl finished" in r["deviations"][0]
     assert "ckpt.pt says finished, log.jsonl diverged" in r["deviations"][1]
@@ -490,7 +518,7 @@ def test_a_loss_during_training_that_was_altered_fails_the_audit(out):
     path = out / "Full/seed0/log.jsonl"
     lines = path.read_text().splitlines()
     path.write_text("\n".join([json.dumps(json.loads(lines[0]) | {"val_loss": 0.1}), *lines[1:]]) + "\n")
-    r = report()
+    r = reported()
     assert r["audit"]["failed"] == ["Full/seed0"] and "during training" in r["deviations"][0]
 
 
@@ -498,49 +526,51 @@ def test_a_loss_during_training_that_was_altered_fails_the_audit(out):
 def test_a_config_that_the_weights_do_not_fit_is_named(out, flag, value):
     respoil(out / "Half/seed1/ckpt.pt", lambda c: c["config"].update({flag: value}))
     with pytest.raises(UserError, match="Half/seed1/ckpt.pt is damaged, or no checkpoint of ours"):
-        report()
+        reported()
 
 
 def test_a_checkpoint_that_says_another_eval_tokens_fails_the_audit(out):
     respoil(out / "Half/seed1/ckpt.pt", lambda c: c["config"].update(eval_tokens=100))
-    r = report()
+    r = reported()
     assert r["audit"]["failed"] == ["Half/seed1"] and "config.eval_tokens: planned None, now 100" in r["deviations"][0]
 
 
 def test_many_missing_runs_are_one_sentence_an_arm(out):
     for seed in (1, 2, 4):
         shutil.rmtree(out / f"Half/seed{seed}")
-    assert report()["deviations"] == ["Runs Half/seed1 and 2 more of this arm are planned and not finished."]
+    assert reported()["deviations"] == [
+        "Run Half/seed1 is planned and not finished; so with 2 more: Half/seed2, Half/seed4."
+    ]
 
 
 def test_arms_have_their_own_colours():
-    styles = analyze.arm_styles(
+    styles = report.arm_styles(
         [a + b for b in ("", "+NoRouting", "+SelfBias") for a in ("Full", "Attn", "FFN", "None")]
     )
     assert len({(s["color"], s["linestyle"]) for s in styles.values()}) == 12
     assert styles["FFN+SelfBias"]["color"] == styles["FFN"]["color"]
-    many = analyze.arm_styles([f"arm{i}" for i in range(20)])
+    many = report.arm_styles([f"arm{i}" for i in range(20)])
     assert len({(s["color"], s["linestyle"]) for s in many.values()}) == 20
 
 
 def test_a_failed_audit_is_not_forgotten_with_its_checkpoint(out):
     respoil(out / "Half/seed1/ckpt.pt", lambda c: c["model"]["wte.weight"].mul_(1.1))
-    first = report()
+    first = reported()
     assert first["status"] == "exploratory" and first["audit"]["failed"] == ["Half/seed1"]
     (out / "Half/seed1/ckpt.pt").unlink()
-    some = report()
-    assert some["deviations"] == first["deviations"] and some["audit"]["checked"] == 14
-    assert "14 of 15 runs measured again, 1 failed" in (out / "report.md").read_text()
+    some = reported()
+    assert some["deviations"] == first["deviations"] and some["audit"]["checked"] == 15
+    assert "15 of 15 finished runs measured again (1 by an earlier report), 1 failed" in (out / "report.md").read_text()
     for path in out.glob("*/*/ckpt.pt"):
         path.unlink()
-    none = report()
+    none = reported()
     assert none["status"] == "exploratory" and none["deviations"] == first["deviations"]
 
 
 def test_a_copied_run_is_no_run_of_its_own(out):
     shutil.rmtree(out / "Full/seed1")
     shutil.copytree(out / "Full/seed0", out / "Full/seed1")
-    r = report()
+    r = reported()
     assert r["status"] == "exploratory" and r["deviations"] == [
         "Run Full/seed1 differs from the plan in seed: planned 1, now 0."
     ]
@@ -550,5 +580,5 @@ def test_a_loss_that_is_not_the_mean_of_its_windows_shows(out):
     path = out / "Full/seed0/log.jsonl"
     lines = path.read_text().splitlines()
     path.write_text("\n".join([*lines[:-1], json.dumps(json.loads(lines[-1]) | {"val_loss": 1.0})]) + "\n")
-    r = report()
-    assert r["status"] == "exploratory" and "val_loss: 1.0, but its window_losses have mean" in r["deviations"][0]
+    r = reported()
+    assert r["status"] == "exploratory" and "val_loss 1.0, but its window_losses have mean" in r["deviations"][0]
