@@ -276,10 +276,12 @@ def sentence(c, alpha, margin):
     else:
         text = f"{a} − {b} is undecided: {c['mean']:+.{digits}f} nats seen (95% interval {low} to {high}, {n})"
         if c["mde80"] is not None:
-            text += f". So many find a difference of {c['mde80']:.3g} in 80% of cases"
+            text += f". {n} find a difference of {c['mde80']:.3g} with 80% power"
         if c["n_for_margin"] is not None:
-            text += f"; about {c['n_for_margin']} would find one as large as the margin of {margin:g}"
-            text += f", but {c['n']} hardly tell the spread" * (c["n"] < 5)
+            text += f", about {c['n_for_margin']} one as large as the margin of {margin:g}"
+            text += f" (but {c['n']} hardly tell the spread)" * (c["n"] < 5)
+        if c.get("as_predicted"):
+            said = ". What was predicted is a one-sided question, and holds"
     return text + tuned + said + "."
 
 

@@ -232,12 +232,13 @@ def figure_contrasts(path, contrasts, margin, title):
     axis.set_yticks(range(len(names)), [literal(textwrap.fill(name, 44)) for name in names], size=8)
     axis.set_ylim(len(names) - 0.4, -0.6)
     axis.set_xscale("symlog", linthresh=margin, linscale=1.0)
+    axis.xaxis.set_major_formatter("{x:g}")
     axis.set_xlim(low, high)
     axis.set_xlabel("first minus second (nats per token), with its 95% interval; linear within the margin, log beyond")
     axis.spines[["top", "right"]].set_visible(False)
     handles, labels = axis.get_legend_handles_labels()
     once = dict(zip(labels, handles, strict=True))
-    fig.legend(once.values(), once.keys(), loc="outside upper right", ncols=3, frameon=False, fontsize=8)
+    fig.legend(once.values(), once.keys(), loc="outside lower center", ncols=3, frameon=False, fontsize=8)
     save_figure(fig, path, title)
 
 
@@ -286,7 +287,8 @@ def draw_differences(axis, report, runs):
         axis.plot(steps, d.mean(0), STYLES[k // 7 % 4], color=colour, marker=".", gid=f"{arms[0]} − {arms[1]}")
         axis.fill_between(steps, d.mean(0) - half, d.mean(0) + half, color=colour, alpha=0.2, lw=0)
     axis.axhline(0, color="0.4", lw=1)
-    axis.set_yscale("symlog", linthresh=max(report["margin"], 1e-6))
+    axis.set_yscale("symlog", linthresh=report["margin"])
+    axis.yaxis.set_major_formatter("{x:g}")
     axis.set(title="paired differences, 95% interval", xlabel="training step", ylabel="first minus second (nats)")
     legend(axis)
 
