@@ -21,7 +21,7 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
-REMOVALS = ("none", "self", "fixed", "rotated", "previous")
+REMOVALS = ("none", "self", "fixed", "rotated", "previous", "matched", "shrink")
 
 
 @dataclass
@@ -35,13 +35,14 @@ class GPTConfig:
     dropout: float = 0.0
     bias: bool = True  # in linear layers and layer norms, as GPT-2
     # the ablations: x <- residual * x + gain * branch(norm(x))
-    attn_residual: bool = True
-    ffn_residual: bool = True
+    attn_residual: bool | str = True  # "value": what the path carries stays, its gradient is cut
+    ffn_residual: bool | str = True
     attn_gain: float = 1.0
     ffn_gain: float = 1.0
     removal: str = "none"  # direction removed from each head's output: one of REMOVALS
     routing: bool = True  # False: every position attends to itself only
-    self_bias: float = 0.0  # added to each query's attention logit for its own position
+    # added to each query's attention logit for its own position; or points ((step, bias), ...), linear between them
+    self_bias: float | list | tuple = 0.0
 
     def check(self):
         """Raises ValueError for a model that can't be built, or would not be what its flags say."""
@@ -54,13 +55,21 @@ class GPTConfig:
             raise ValueError(f"n_head={self.n_head} is not divisible by n_kv_head={self.n_kv_head}")
         if not 0 <= self.dropout < 1:
             raise ValueError(f"dropout={self.dropout} must lie in [0, 1)")
-        for name in ("attn_gain", "ffn_gain", "self_bias"):
-            if not math.isfinite(getattr(self, name)):
-                raise ValueError(f"{name}={getattr(self, name)} must be finite")
+        for name in ("attn_residual", "ffn_residual"):
+            if getattr(self, name) not in (True, False, "value"):
+                raise ValueError(f"{name}={getattr(self, name)!r} must be True, False or 'value'")
+        points = self.self_bias if isinstance(self.self_bias, list | tuple) else ((0, self.self_bias),)
+        steps = [step for step, _ in points if type(step) is int and step >= 0]
+        if len(steps) < len(points) or not steps or steps != sorted(set(steps)):
+            raise ValueError(f"self_bias={self.self_bias} must be a number, or points of rising steps and their biases")
+        for value in (self.attn_gain, self.ffn_gain, *(bias for _, bias in points)):
+            if type(value) not in (int, float) or not math.isfinite(value):
+                raise ValueError(f"attn_gain, ffn_gain and self_bias must be finite numbers, and {value} is none")
         if self.removal not in REMOVALS:
             raise ValueError(f"removal={self.removal!r} must be one of {', '.join(REMOVALS)}")
-        if not self.routing and self.removal in ("self", "previous"):
-            why = "the head output would be zero" if self.removal == "self" else "it would route across positions again"
+        if not self.routing and self.removal in ("self", "previous", "matched", "shrink"):
+            routes = self.removal == "previous"
+            why = "it would route across positions again" if routes else "the head output would be zero"
             raise ValueError(f"routing=False with removal={self.removal!r}: {why}")
 
 
@@ -107,6 +116,48 @@ def remove_direction(y, d):
     return (a - along * d).to(y.dtype)
 
 
+def matched_direction(y, v, other):
+    """
+    A direction along which y has as much as along v, in the plane of y and `other`: c y^ + sqrt(1 - c^2) u^.
+
+    y, v, other: (..., D), broadcast. c = cos(y, v); u is `other` made orthogonal to y. Unit length, float32 or wider;
+    removing it leaves y as long as removing v does, in another direction. Finite for zero vectors and for y along v.
+    """
+    y, v, other = (F.normalize(x.to(torch.promote_types(x.dtype, torch.float32)), dim=-1) for x in (y, v, other))
+    c = (y * v).sum(-1, keepdim=True)
+    u = F.normalize(other - (other * y).sum(-1, keepdim=True) * y, dim=-1)
+    return c * y + (y - c * v).norm(dim=-1, keepdim=True) * u  # sqrt(1 - c^2), without its rounding near c = 1
+
+
+def shrink(y, v):
+    """y as long as it would be without its component along v, in its own direction: y sqrt(1 - cos(y, v)^2)."""
+    wide = torch.promote_types(y.dtype, torch.float32)
+    a, b = F.normalize(y.to(wide), dim=-1), F.normalize(v.to(wide), dim=-1)
+    return (y.to(wide) * (a - (a * b).sum(-1, keepdim=True) * b).norm(dim=-1, keepdim=True)).to(y.dtype)
+
+
+def join(x, branch, residual, gain):
+    """
+    The residual: x + gain * branch, or gain * branch alone where it is removed.
+
+    "value" has the output of True and the gradients of False. Under autocast a branch is bfloat16: without a skip path,
+    too, the stream stays float32, as in the other arms.
+    """
+    if residual is False:
+        return gain * branch.to(x.dtype)
+    return torch.add(x.detach() if residual == "value" else x, branch, alpha=gain)
+
+
+def at_points(value, step):
+    """A number as it is; points ((step, value), ...) by step: linear between them, constant outside."""
+    if not isinstance(value, list | tuple):
+        return value
+    for (a, low), (b, high) in zip(value, value[1:], strict=False):
+        if step <= b:
+            return low + (high - low) * max(0, step - a) / (b - a)
+    return value[-1][1] if step >= value[-1][0] else value[0][1]
+
+
 def linear(n_in, n_out, config):
     """A linear layer whose bias starts at zero, as GPT-2's; GPT draws the weights."""
     layer = nn.Linear(n_in, n_out, bias=config.bias)
@@ -133,20 +184,25 @@ class Attention(nn.Module):
         if config.removal == "fixed":
             d = torch.randn(H, D, dtype=torch.float64, generator=stream(seed, "fixed", layer))
             self.register_buffer("directions", F.normalize(d, dim=-1).float())  # (H, D)
-        if config.removal == "rotated":
+        if config.removal in ("rotated", "matched"):
             q, r = torch.linalg.qr(torch.randn(H, D, D, dtype=torch.float64, generator=stream(seed, "rotated", layer)))
             q = q * r.diagonal(dim1=-2, dim2=-1).sign()[:, None, :]  # uniform over orthogonal matrices (Mezzadri 2007)
             q[:, :, 0] *= torch.linalg.det(q).sign()[:, None]  # and without reflection
             self.register_buffer("rotations", q.float())  # (H, D, D)
 
-    def direction(self, v):
-        """The direction to remove from each head's output. v: (B, H_kv, T, D) -> broadcastable to (B, H, T, D)."""
-        if self.config.removal == "fixed":
-            return self.directions[:, None, :]  # (H, 1, D)
+    def remove(self, y, v):
+        """What removal says, from each head's output. y: (B, H, T, D), v: (B, H_kv, T, D) -> (B, H, T, D)."""
+        kind = self.config.removal
+        if kind == "fixed":
+            return remove_direction(y, self.directions[:, None, :])  # (H, 1, D)
         own = v.repeat_interleave(self.n_head // self.n_kv_head, dim=1)  # (B, H, T, D), the group's own value
-        if self.config.removal == "previous":
-            return F.pad(own[:, :, :-1], (0, 0, 1, 0))  # position 0 has no previous: zero, so nothing is removed
-        return own @ self.rotations if self.config.removal == "rotated" else own
+        if kind == "shrink":
+            return shrink(y, own)
+        if kind == "previous":  # position 0 has no previous: zero, so nothing is removed
+            return remove_direction(y, F.pad(own[:, :, :-1], (0, 0, 1, 0)))
+        if kind == "rotated":
+            return remove_direction(y, own @ self.rotations)
+        return remove_direction(y, matched_direction(y, own, own @ self.rotations) if kind == "matched" else own)
 
     def forward(self, x, mask, tap):
         B, T, C = x.shape
@@ -168,7 +224,7 @@ class Attention(nn.Module):
         if tap is not None:
             y = tap(self.layer, y, v)
         if self.config.removal != "none":
-            y = remove_direction(y, self.direction(v))
+            y = self.remove(y, v)
         y = y.transpose(1, 2).reshape(B, T, C)  # heads side by side
         return F.dropout(self.c_proj(y), self.config.dropout, self.training)
 
@@ -195,11 +251,8 @@ class Block(nn.Module):
 
     def forward(self, x, mask, tap):  # (B, T, C) -> (B, T, C)
         c = self.config
-        # under autocast a branch is bfloat16: without a skip path, too, the stream stays float32, as in the other arms
-        branch = self.attn(self.ln_1(x), mask, tap)
-        x = torch.add(x, branch, alpha=c.attn_gain) if c.attn_residual else c.attn_gain * branch.to(x.dtype)
-        branch = self.mlp(self.ln_2(x))
-        return torch.add(x, branch, alpha=c.ffn_gain) if c.ffn_residual else c.ffn_gain * branch.to(x.dtype)
+        x = join(x, self.attn(self.ln_1(x), mask, tap), c.attn_residual, c.attn_gain)
+        return join(x, self.mlp(self.ln_2(x)), c.ffn_residual, c.ffn_gain)
 
 
 def unreadable(name, error):
@@ -235,14 +288,20 @@ class GPT(nn.Module):
         if not config.routing or config.self_bias:
             T = config.block_size
             allowed = torch.eye(T, dtype=torch.bool) if not config.routing else torch.ones(T, T).tril().bool()
-            mask = torch.zeros(T, T).masked_fill(~allowed, -math.inf) + torch.eye(T) * config.self_bias
+            mask = torch.zeros(T, T).masked_fill(~allowed, -math.inf)
         self.register_buffer("mask", mask, persistent=False)  # (T, T), added to the attention logits
+        self.at_step(0)
         for name, module in self.named_modules():
             # weights of linear and embedding layers are drawn; every other parameter keeps the value that it was given
             if isinstance(module, nn.Linear | nn.Embedding) and module is not self.lm_head:
                 # GPT-2: 0.02, and output projections less, as 2 * n_layer of them add up in the residual stream
                 std = 0.02 / math.sqrt(2 * config.n_layer) if name.endswith("c_proj") else 0.02
                 nn.init.normal_(module.weight, std=std, generator=stream(seed, "init", f"{name}.weight"))
+
+    def at_step(self, step):
+        """Set what changes during training, a function of the number of updates done: the bias of self_bias."""
+        if self.mask is not None:  # in place, so that nothing is compiled again
+            self.mask.diagonal().fill_(at_points(self.config.self_bias, step))
 
     def logits(self, x):
         """The one place where logits arise: (..., C), after the last norm -> (..., V)."""
@@ -307,6 +366,7 @@ class GPT(nn.Module):
         saved = source["config"]
         model = cls(GPTConfig(**{f.name: saved.get(f.name, f.default) for f in fields(GPTConfig)}), source["seed"])
         model.load_state_dict(source["model"])
+        model.at_step(source["step"])
         return model.eval()
 
     @staticmethod
@@ -324,29 +384,22 @@ class GPT(nn.Module):
             raise unreadable(name, e) from None
         if c.model_type != "gpt2":
             raise ValueError(f"pretrained model {name!r} is a {c.model_type}, not a gpt2")
-        needed = {
-            "activation_function": "gelu_new",
-            "layer_norm_epsilon": 1e-5,
-            "scale_attn_weights": True,
-            "scale_attn_by_inverse_layer_idx": False,
-            "tie_word_embeddings": True,
-            "add_cross_attention": False,
-        }
+        # what moves logits too little to be seen in from_pretrained's comparison, and what changes a shape
+        needed = {"activation_function": "gelu_new", "layer_norm_epsilon": 1e-5, "n_inner": 4 * c.n_embd}
         for key, value in needed.items():
-            if getattr(c, key, value) != value:
+            if getattr(c, key) not in (value, None):
                 raise ValueError(f"pretrained model {name!r} has {key}={getattr(c, key)}; only {value} is supported")
-        if c.n_inner not in (None, 4 * c.n_embd):
-            raise ValueError(f"pretrained model {name!r} has n_inner={c.n_inner}; only {4 * c.n_embd} is supported")
         shape = {k: getattr(c, k) for k in ("vocab_size", "n_layer", "n_head", "n_embd")}
         return {"block_size": c.n_positions, **shape, "bias": True}
 
     @classmethod
-    def from_pretrained(cls, name, seed=0, **overrides):
+    def from_pretrained(cls, name, seed=0, verify=True, **overrides):
         """
         GPT-2 weights through transformers: "gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl" or a local folder.
 
         overrides: fields of GPTConfig, such as removal="self"; a smaller block_size crops the positions. The seed fixes
-        the control directions.
+        the control directions. verify: compare the plain model's logits with transformers' own, so that no setting and
+        no weight of the folder is lost.
         Raises ValueError where the model can't be had, is no GPT-2 that this file can reproduce, or has another shape.
         """
         from transformers import GPT2LMHeadModel
@@ -366,17 +419,30 @@ class GPT(nn.Module):
             raise unreadable(name, e) from None
         if lost := sorted(info["missing_keys"]):  # transformers would leave random values there
             raise ValueError(f"pretrained model {name!r} lacks weights ({len(lost)}, such as {lost[0]})")
-        source = source.state_dict()
-        model = cls(config, seed)
+        weights = source.state_dict()
+        plain = cls(GPTConfig(**shape), seed).eval()
         with torch.no_grad():
-            for key, p in model.named_parameters():
-                w = source.get("transformer." + key)
+            for key, p in plain.named_parameters():
+                w = weights.get("transformer." + key)
                 if w is None:  # a parameter that GPT-2 does not have keeps its initial value
                     continue
-                if key.endswith(("c_attn.weight", "c_proj.weight", "c_fc.weight")):
-                    w = w.t()  # GPT-2 keeps (in, out), nn.Linear (out, in)
-                p.copy_(w[: config.block_size] if key == "wpe.weight" else w)
-        return model
+                # GPT-2 keeps (in, out), nn.Linear (out, in)
+                p.copy_(w.t() if key.endswith(("c_attn.weight", "c_proj.weight", "c_fc.weight")) else w)
+            if verify:
+                idx = torch.randint(shape["vocab_size"], (2, min(64, shape["block_size"])), generator=stream("verify"))
+                off = float((plain(idx)[0] - source.eval()(idx).logits).abs().max())
+                if not off <= 1e-4:
+                    raise ValueError(
+                        f"pretrained model {name!r} has a setting or a weight that is lost here: {off:.2g}"
+                    )
+        if config == plain.config:
+            return plain
+        del source, weights  # so that the weights are in memory twice at most
+        kept = plain.state_dict()
+        kept["wpe.weight"] = kept["wpe.weight"][: config.block_size]
+        model = cls(config, seed)
+        model.load_state_dict(kept, strict=False)  # the controls' directions are the model's own
+        return model.eval()
 
     @torch.no_grad()
     def generate(self, idx, max_new_tokens, temperature=1.0, top_k=None, generator=None):

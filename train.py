@@ -303,14 +303,14 @@ def read_config(path, flags):
     return config
 
 
-def first_model(config, arm, seed):
+def first_model(config, arm, seed, verify=False):
     """The model that a run starts with; all arms of a seed have the same parameters."""
     config = arm_config(config, arm)
     gpt_config = GPTConfig(**{f.name: getattr(config, f.name) for f in dataclasses.fields(GPTConfig)})
     if config.init_from == "scratch":
         return GPT(gpt_config, seed)
     with pretrained_errors():
-        return GPT.from_pretrained(config.init_from, seed, **vars(gpt_config))
+        return GPT.from_pretrained(config.init_from, seed, verify, **vars(gpt_config))
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -576,6 +576,7 @@ def train_run(config, arm, seed, data, record, folder, bar):
     finished, timed, tokens = True, 0.0, 0  # since the last row that was logged
     while finished and step < config.max_iters:
         row = {"iter": step}
+        raw.at_step(step)
         if step % config.eval_interval == 0:
             loss = float(validate(raw, data["windows"], device).mean())
             row["val_loss"] = finite(loss)
@@ -613,6 +614,7 @@ def train_run(config, arm, seed, data, record, folder, bar):
                     log.finish()
                 raise Stopped
 
+    raw.at_step(step)
     losses = validate(raw, data["windows"], device)
     if not finished or not bool(losses.isfinite().all()):
         losses = None
@@ -679,7 +681,7 @@ def open_data(config):
     if RANK == 0:
         record |= {f"{split}_sha256": meta["sha256"][split] for split in ("train", "val")}
         if config.init_from != "scratch":
-            start = first_model(config, next(iter(config.arms)), 0)
+            start = first_model(config, next(iter(config.arms)), 0, verify=True)
             record["init_from_sha256"] = digest(dict(start.named_parameters()))
         data["references"] = prepare.reference_losses(train, windows, min(config.vocab_size, meta["vocab_size"]))
         for contrast in config.contrasts:

@@ -35,6 +35,8 @@ arms = {
 arms |= {removal: {"removal": removal} for removal in ("self", "fixed", "rotated", "previous")}
 arms |= {"gains": {"attn_gain": 0.5, "ffn_gain": 2.0}, "grouped": {"n_kv_head": 2, "removal": "self"}}
 arms["no_bias"] = {"bias": False}
+arms |= {"matched": {"removal": "matched"}, "shrink": {"removal": "shrink"}, "value": {"attn_residual": "value"}}
+arms["helped"] = {"attn_residual": False, "self_bias": ((0, 4.0), (12, 0.0))}
 """
 
 
@@ -59,7 +61,7 @@ def losses(place):
 def test_golden_losses(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     golden, now = json.loads((HERE / "golden.json").read_text()), losses(tmp_path)
-    assert list(now) == list(golden) and len(golden) == 19
+    assert list(now) == list(golden) and len(golden) == 23
     for arm, expected in golden.items():
         assert len(expected["loss"]) == 20 and len(expected["val_loss"]) == 3
         for key, values in expected.items():

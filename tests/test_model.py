@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from model import GPT, GPTConfig, remove_direction, stream, window_losses
+from model import GPT, GPTConfig, at_points, join, matched_direction, remove_direction, shrink, stream, window_losses
 
 TINY = {"block_size": 12, "vocab_size": 17, "n_layer": 2, "n_head": 4, "n_embd": 32}
 ARMS = {
@@ -20,6 +20,10 @@ ARMS = {
     "fixed": {"removal": "fixed"},
     "rotated": {"removal": "rotated"},
     "previous": {"removal": "previous"},
+    "matched": {"removal": "matched"},
+    "shrink": {"removal": "shrink"},
+    "value": {"attn_residual": "value"},
+    "points": {"self_bias": ((0, 4.0), (10, 0.0))},
     "no_routing": {"routing": False},
     "no_routing_fixed": {"routing": False, "removal": "fixed"},
     "self_bias": {"self_bias": 4.0},
@@ -386,3 +390,105 @@ def test_the_training_loss_of_a_large_vocabulary(dtype, bound):
     assert float(loss.detach()) == pytest.approx(float(expected.detach()), abs=bound)
     for name, p in model.named_parameters():
         assert (p.grad - grads[name]).norm() <= 100 * bound * grads[name].norm() + 1e-7, name
+
+
+def test_the_residual_as_a_value_has_trues_output_and_falses_gradients():
+    g = torch.Generator().manual_seed(0)
+    x, branch, upstream = (torch.randn(3, 5, 8, generator=g) for _ in range(3))
+    seen = {}
+    for residual in (True, False, "value"):
+        a, b = x.clone().requires_grad_(), branch.clone().requires_grad_()
+        out = join(a, b, residual, 0.7)
+        out.backward(upstream)
+        seen[residual] = out.detach(), a.grad, b.grad
+    assert torch.equal(seen["value"][0], seen[True][0]) and torch.equal(seen["value"][2], seen[False][2])
+    assert seen["value"][1] is None and seen[False][1] is None and torch.equal(seen[True][1], upstream)
+    assert torch.equal(seen[True][0], torch.add(x, branch, alpha=0.7)) and torch.equal(seen[False][0], 0.7 * branch)
+
+
+def test_points_by_hand():
+    points = ((10, 4.0), (30, 0.0), (40, 1.0))
+    assert [at_points(points, s) for s in (0, 10, 15, 20, 30, 35, 40, 99)] == [4, 4, 3, 2, 0, 0.5, 1, 1]
+    assert at_points(((5, 2.0),), 0) == at_points(((5, 2.0),), 9) == 2.0 and at_points(1.5, 7) == 1.5
+
+
+def test_the_bias_of_a_step_is_that_constant_bias():
+    idx, model = tokens(), lively(gpt(self_bias=((0, 4.0), (10, 0.0))))
+    for step, bias in ((0, 4.0), (4, 2.4), (10, 0.0), (50, 0.0)):
+        model.at_step(step)
+        plain = gpt(self_bias=bias)
+        plain.load_state_dict(model.state_dict())
+        with torch.no_grad():
+            assert torch.allclose(model(idx)[0], plain(idx)[0], atol=1e-5)
+
+
+def test_matched_and_shrink_against_a_slow_loop():
+    """cos(y, d) = cos(y, v), and what is left is as long as after `self`; also for zeros and for y along v."""
+    g = torch.Generator().manual_seed(1)
+    y, v, other = (torch.randn(40, 8, generator=g) for _ in range(3))
+    y[0], v[1], other[2], v[3], other[4] = 0, 0, 0, -2 * y[3], y[4]
+    y.requires_grad_()
+    d = matched_direction(y, v, other)
+    out, less = remove_direction(y, d), shrink(y, v)
+    (out.sum() + less.sum()).backward()
+    assert y.grad.isfinite().all() and d.isfinite().all()
+    for i in range(40):
+        a, b = y[i].detach().double(), v[i].double()
+        c = float(a @ b / (a.norm() * b.norm())) if a.norm() * b.norm() > 0 else 0.0
+        left = float(remove_direction(y[i], v[i]).double().norm())
+        if i not in (0, 2, 4):  # without another direction there is none to choose
+            assert float(a @ d[i].detach().double() / a.norm()) == pytest.approx(c, abs=1e-5)
+            assert float(out[i].detach().norm()) == pytest.approx(left, abs=2e-5)
+        assert float(less[i].detach().norm()) == pytest.approx(left, abs=2e-5)
+        if i > 4:
+            assert abs(float(F.cosine_similarity(out[i], v[i], dim=0))) > 1e-3  # another direction than v
+            assert float(F.cosine_similarity(less[i], y[i], dim=0)) == pytest.approx(1, abs=1e-5)
+
+
+def test_a_parameter_of_ones_own_keeps_its_value(monkeypatch):
+    """S11: a ReZero gate of zeros starts as zeros, and so the block is the identity."""
+    import model as module
+
+    class Gated(module.Block):
+        def __init__(self, config, layer, seed):
+            super().__init__(config, layer, seed)
+            self.gate = torch.nn.Parameter(torch.zeros(2))
+            self.heads = torch.nn.Parameter(torch.full((4, 1, 1), 3.0))
+
+        def forward(self, x, mask, tap):
+            x = x + self.gate[0] * self.attn(self.ln_1(x), mask, tap)
+            return x + self.gate[1] * self.mlp(self.ln_2(x))
+
+    plain = gpt()
+    monkeypatch.setattr(module, "Block", Gated)
+    gated = gpt()
+    assert all(not block.gate.any() and (block.heads == 3).all() for block in gated.h)
+    assert all(torch.equal(p, gated.state_dict()[k]) for k, p in plain.state_dict().items())
+    idx = tokens()
+    with torch.no_grad():
+        x = gated.wte(idx) + gated.wpe.weight[:12]
+        assert torch.allclose(gated(idx)[0], gated.logits(gated.ln_f(x)), atol=1e-6)
+        assert not torch.allclose(gated(idx)[0], plain(idx)[0], atol=1e-3)
+
+
+def test_a_head_of_its_own_is_not_lost(tmp_path):
+    """S6: the config says tied, the weights file holds another output head."""
+    import safetensors.torch
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    torch.manual_seed(0)
+    config = GPT2Config(n_positions=16, n_embd=32, n_layer=2, n_head=4, vocab_size=50, initializer_range=0.3)
+    GPT2LMHeadModel(config).save_pretrained(tmp_path)
+    path = tmp_path / "model.safetensors"
+    weights = safetensors.torch.load_file(path)
+    weights["lm_head.weight"] = torch.randn(50, 32)
+    safetensors.torch.save_file(weights, path, {"format": "pt"})
+    with torch.no_grad():
+        idx = tokens(2, 16, 50)
+        theirs = GPT2LMHeadModel.from_pretrained(tmp_path).eval()(idx).logits
+        try:
+            ours = GPT.from_pretrained(str(tmp_path))(idx)[0]
+        except ValueError as e:
+            assert "is lost here" in str(e)
+        else:
+            assert torch.allclose(ours, theirs, atol=1e-4)
