@@ -503,7 +503,7 @@ def audit(out, plan, runs, previous):
         c = ckpt["config"]
         key = (c["dataset"], c["block_size"], c["eval_tokens"])
         if key not in texts:
-            train, val, meta = prepare.load(Path("data") / c["dataset"], c["vocab_size"])
+            train, val, meta = prepare.load(Path("data") / c["dataset"], c["vocab_size"], again=True)
             windows = prepare.windows(val, c["block_size"], c["eval_tokens"])
             counted = prepare.reference_losses(train, windows, min(c["vocab_size"], meta["vocab_size"]))
             texts[key] = windows, meta["sha256"]["val"], {k: v if v is None else v.tolist() for k, v in counted.items()}

@@ -18,7 +18,7 @@ import itertools
 import json
 import logging
 import math
-import os
+import re
 import textwrap
 import time
 from dataclasses import dataclass
@@ -177,9 +177,33 @@ def open_run(path):
         out=path.parent / "heads",
         positions=config["block_size"],
         val_sha256=ckpt["data"].get("val_sha256"),
-        val_loss=float(ckpt["window_losses"].mean()),
+        val_loss=None if ckpt["window_losses"] is None else float(ckpt["window_losses"].mean()),
         **same,
     )
+
+
+def path_name(name):
+    """A name of its own for a model: as on the hub, or a folder's path from here or from the root."""
+    if not Path(name).is_dir():
+        return name
+    here, path = Path.cwd().resolve(), Path(name).resolve()
+    return str(path.relative_to(here) if path.is_relative_to(here) else path)
+
+
+def open_tokenizer(name):
+    """The tokenizer of a transformers model, or None where it has none; raises UserError where it is damaged."""
+    import transformers
+
+    try:
+        tokenizer = transformers.AutoTokenizer.from_pretrained(name)
+        # without its files, some come up with an empty vocabulary
+        return tokenizer if tokenizer("a b", add_special_tokens=False)["input_ids"] else None
+    except Exception as e:  # a damaged file can raise anything in its reader
+        files = [p.name for p in Path(name).glob("*") if re.search("token|vocab|merges|spiece", p.name)]
+        if files:
+            why = textwrap.shorten(f"{type(e).__name__}: {e}", 160)
+            raise UserError(f"the tokenizer of {name} can't be read ({why}): restore {files[0]}") from None
+        return None
 
 
 def open_transformers(name, dtype):
@@ -211,16 +235,10 @@ def open_transformers(name, dtype):
     for i, layer in enumerate(stack):
         for module in layer.modules():
             module.tapped = (model, i)
-    try:
-        tokenizer = transformers.AutoTokenizer.from_pretrained(name)
-        if not tokenizer("a b", add_special_tokens=False)["input_ids"]:
-            tokenizer = None  # without its files, some come up with an empty vocabulary
-    except Exception:  # there is none: --data may still do
-        tokenizer = None
-    label = Path(name).resolve().name if Path(name).is_dir() else name
+    tokenizer = open_tokenizer(name)
     return model, Subject(
-        label=label,
-        out=Path("out/heads") / Path(label).name,
+        label=path_name(name),
+        out=Path("out/heads") / path_name(name).strip("/").replace("/", "-"),
         vocab_size=config.vocab_size,
         positions=getattr(config, "max_position_embeddings", None),
         model_type=config.model_type,
@@ -259,7 +277,8 @@ def own_meta(subject):
 def encode(text, subject):
     """Token ids of text under the model's own tokenizer."""
     if subject.tokenizer is not None:
-        return subject.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+        # text is text: characters that read like a special token are none
+        return subject.tokenizer(text, add_special_tokens=False, split_special_tokens=True, verbose=False)["input_ids"]
     if subject.dataset is None:
         raise UserError(f"{subject.label} comes without a tokenizer, so --text can't be read: use --data=NAME")
     meta = own_meta(subject)
@@ -462,6 +481,8 @@ def measurement_key(model, w, bos):
 def save(path, key, measures):
     """What is measured so far, for resumed()."""
     path.parent.mkdir(parents=True, exist_ok=True)
+    for old in path.parent.glob(f"{path.name}.*.tmp"):  # of a process that was killed in a write
+        old.unlink()
     with whole_file(path, "wb") as f:
         torch.save(measures | {"key": [key, digest(measures)]}, f)
 
@@ -637,7 +658,7 @@ def heads_command(names, flags):
         heads_of(names[0], Path(flags["out"]) if "out" in flags else None, flags)
         return
     out = Path(flags.get("out", "out/heads"))
-    folders = {name: "-".join(p for p in Path(os.path.normpath(name)).parts if p not in ("/", "..")) for name in names}
+    folders = {name: path_name(name).strip("/").replace("/", "-") for name in names}
     if len(set(folders.values())) < len(names):
         raise UserError(f"two of the models would write to one folder of {out}: name each of them once")
     compare_models(out, [heads_of(name, out / folder, flags) for name, folder in folders.items()])

@@ -402,8 +402,9 @@ class GPT(nn.Module):
         no weight of the folder is lost.
         Raises ValueError where the model can't be had, is no GPT-2 that this file can reproduce, or has another shape.
         """
-        from transformers import GPT2LMHeadModel
+        from transformers import GPT2LMHeadModel, logging
 
+        logging.disable_progress_bar()  # one for each run would hide that of the training
         shape = cls.pretrained_shape(name)
         config = GPTConfig(**(shape | overrides))
         for key, value in shape.items():

@@ -8,7 +8,7 @@ SOURCE is one of
     shakespeare     the usual character corpus, downloaded and verified; --text=FILE for a local copy
     openwebtext, fineweb, fineweb-edu, hub:owner/name[:config]      streamed from the Hugging Face hub
     a path          .txt (one document, kept to the byte), .jsonl or .parquet (each row's `text` is a document), or a
-                    folder of them, read in the order of their names
+                    folder of them, read in the order of their names; what is hidden or of another kind is named
 
 --tokenizer: char is the default for pydocs, shakespeare and .txt, gpt2 for all else. --tokens: stop after so many,
 training and validation together. --workers: threads that tokenize (default: one a core); the files are the same, to
@@ -60,13 +60,27 @@ GPT2_VOCAB, END_OF_TEXT = 50257, 50256
 # reading prepared data
 
 
-def load(folder, vocab_size=None, check=True):
+def pieces(tokens):
+    """(position, tokens) of a long array, a piece at a time."""
+    return ((i, np.asarray(tokens[i : i + CHUNK])) for i in range(0, len(tokens), CHUNK))
+
+
+def read_stamps(folder):
+    """What an earlier check has found in the files of a prepared folder, if it could write that down."""
+    try:
+        return read_json(folder / "checked.json")
+    except UserError:
+        return {}
+
+
+def load(folder, vocab_size=None, check=True, again=False):
     """
     A prepared folder -> (train, val, meta): two read-only token arrays and the contents of meta.json.
 
     vocab_size: of the model; default that of the data. Without meta.json (nanoGPT's folders have none) it must be given
-    and tokens are read as uint16. check: read both files whole, and raise UserError for an id outside the vocabulary
-    or a file that is not the one that was prepared.
+    and tokens are read as uint16. check: raise UserError for an id outside the vocabulary, or a file that is not the
+    one that was prepared. Both files are read whole for that, unless they are, by size, inode and times, those that
+    an earlier check has read; again=True reads them nevertheless.
     """
     folder = Path(folder)
     name = folder.name
@@ -84,27 +98,35 @@ def load(folder, vocab_size=None, check=True):
     else:
         meta = {"tokenizer": None, "vocab_size": vocab_size, "dtype": "uint16", "tokens": {}, "sha256": {}}
     limit = min(meta["vocab_size"], vocab_size or meta["vocab_size"])
-    arrays = []
+    arrays, stamps = [], {} if again else read_stamps(folder)
+    known = dict(stamps)
     for split, path in files.items():
         dtype = np.dtype(meta["dtype"]).newbyteorder("<")
         if path.stat().st_size == 0 or path.stat().st_size % dtype.itemsize:
             raise UserError(f"{path} ({path.stat().st_size} bytes) is no file of {meta['dtype']}: run `{make}` again")
         tokens = np.memmap(path, dtype=dtype, mode="c")  # copy on write: the file is never changed, torch is content
         if check:
-            sha = hashlib.sha256()
-            for i in range(0, len(tokens), CHUNK):
-                part = np.asarray(tokens[i : i + CHUNK])
-                sha.update(part)
-                if part.max() >= limit:
-                    at = int((part >= limit).argmax())
-                    raise UserError(
-                        f"{path} holds token id {part[at]} at position {i + at}, outside the vocabulary of {limit}"
-                        f" tokens: data and model do not fit, run `{make}` again or set vocab_size"
-                    )
-            if meta["sha256"].setdefault(split, sha.hexdigest()) != sha.hexdigest():
+            stat = path.stat()
+            now = [stat.st_size, stat.st_ino, stat.st_mtime_ns, stat.st_ctime_ns, meta["dtype"]]
+            if stamps.get(split, {}).get("stat") != now:
+                sha, greatest = hashlib.sha256(), 0
+                for _, part in pieces(tokens):
+                    sha.update(part)
+                    greatest = max(greatest, int(part.max()))
+                stamps[split] = {"stat": now, "sha256": sha.hexdigest(), "greatest": greatest}
+            if stamps[split]["greatest"] >= limit:
+                at = next(i + int((p >= limit).argmax()) for i, p in pieces(tokens) if p.max() >= limit)
+                raise UserError(
+                    f"{path} holds token id {tokens[at]} at position {at}, outside the vocabulary of {limit}"
+                    f" tokens: data and model do not fit, run `{make}` again or set vocab_size"
+                )
+            if meta["sha256"].setdefault(split, stamps[split]["sha256"]) != stamps[split]["sha256"]:
                 raise UserError(f"{path} is not the file that was prepared (its sha256 differs): run `{make}` again")
             meta["tokens"].setdefault(split, len(tokens))
         arrays.append(tokens)
+    if stamps != known:
+        with contextlib.suppress(OSError, UserError), whole_file(folder / "checked.json") as f:  # if it can be written
+            json.dump(stamps, f)
     return *arrays, meta
 
 
@@ -253,6 +275,19 @@ def parquet_file(path):
 READERS = {".txt": text_file, ".jsonl": json_lines, ".parquet": parquet_file}
 
 
+def files_in(folder):
+    """The files of a folder that are read, in the order of their names; a line tells of those that are not."""
+    files = sorted(f for f in folder.rglob("*") if f.is_file())
+    shown = [f for f in files if not any(part.startswith(".") for part in f.relative_to(folder).parts)]
+    read = [f for f in shown if f.suffix in READERS]
+    if hidden := len(files) - len(shown):
+        print(f"note: {hidden} hidden files in {folder} are skipped")
+    if others := [str(f.relative_to(folder)) for f in shown if f.suffix not in READERS]:
+        more = f" and {len(others) - 5} more" * (len(others) > 5)
+        print(f"note: not read in {folder}, as they are none of {', '.join(READERS)}: {', '.join(others[:5])}{more}")
+    return read
+
+
 def documents(source, text=None):
     """
     A source -> how to call it in meta.json, the tokenizer that suits, and an iterator of (name, text) of its documents.
@@ -284,7 +319,7 @@ def documents(source, text=None):
     known = ", ".join(READERS)
     files = [path]
     if path.is_dir():
-        files = sorted(f for f in path.rglob("*") if f.suffix in READERS and f.is_file())
+        files = files_in(path)
         if not files:
             raise UserError(f"{path} holds no file of {known}")
     elif path.suffix not in READERS:
@@ -380,7 +415,7 @@ def prepared(folder):
             for file in (f, train, val):
                 file.flush()
                 os.fsync(file.fileno())
-            for name in ("meta.json", "train.bin", "val.bin"):  # all, so that old and new never mix
+            for name in ("meta.json", "train.bin", "val.bin", "checked.json"):  # all, so that old and new never mix
                 (folder / name).unlink(missing_ok=True)
     except BaseException:
         with contextlib.suppress(OSError):

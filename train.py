@@ -348,7 +348,7 @@ def binding(plan):
 
 def make_plan(config, data):
     """All that binds an experiment, as plain JSON values; written before the first step."""
-    here, losses = Path(__file__).parent, data["references"]
+    here, losses = Path(__file__).parent, data.get("references", {})
     return {
         "config": {k: v for k, v in vars(config).items() if k not in PARTS},
         **{k: getattr(config, k) for k in PARTS},
@@ -384,7 +384,7 @@ def bind_plan(config, data, amend):
         choose(config, old["config"] if old else {})
         new = json.loads(json.dumps(make_plan(config, data)))  # as it will be read back: lists for tuples
         lines = differences(old, new) if old else []
-        if old and not lines:
+        if old and not lines:  # nothing is counted again
             return old
         finished = sorted(str(p.parent.relative_to(out)) for p in out.glob("*/seed*/ckpt.pt"))
         if not old and any(out.glob("*/seed*/log.jsonl")):  # a plan that comes after the results plans nothing
@@ -399,6 +399,8 @@ def bind_plan(config, data, amend):
                 hint = " (more seeds are a second experiment: a config with fresh seeds and a plan of its own"
                 hint += f"{more_seeds(out)})"
             raise UserError(f"{path} plans another experiment{hint}: choose another --out_dir, or say --amend='reason'")
+        data["references"] = prepare.reference_losses(data["train"], data["windows"], data["vocab_size"])
+        new = json.loads(json.dumps(make_plan(config, data)))
         if lines:
             note = {"time": new["time"], "reason": amend, "changes": lines, "finished": finished}
             note["binding_sha256"] = digest(binding(old)) if old else None
@@ -677,15 +679,14 @@ def open_data(config):
     windows = prepare.windows(val, config.block_size, config.eval_tokens)
     dropped = min(len(val) - 1, config.eval_tokens or len(val)) - len(windows) * config.block_size
     record = {"dataset": config.dataset, "windows": len(windows), "dropped_targets": dropped}
-    data = {"train": train, "windows": windows, "meta": meta}
+    data = {"train": train, "windows": windows, "meta": meta, "vocab_size": min(config.vocab_size, meta["vocab_size"])}
     if RANK == 0:
         record |= {f"{split}_sha256": meta["sha256"][split] for split in ("train", "val")}
         if config.init_from != "scratch":
             start = first_model(config, next(iter(config.arms)), 0, verify=True)
             record["init_from_sha256"] = digest(dict(start.named_parameters()))
-        data["references"] = prepare.reference_losses(train, windows, min(config.vocab_size, meta["vocab_size"]))
         for contrast in config.contrasts:
-            if contrast[1] == "bigram" and data["references"]["bigram"] is None:
+            if contrast[1] == "bigram" and data["vocab_size"] > 1024:
                 raise UserError(f"contrast {contrast}: bigram counts need a vocabulary of at most 1,024 tokens")
     data["record"] = record
     return data

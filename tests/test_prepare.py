@@ -60,7 +60,8 @@ def make(*args):
     shutil.rmtree(out, ignore_errors=True)
     prepare.main([*map(str, args), "--out=out"])
     train, val, meta = prepare.load(out)
-    assert sorted(p.name for p in out.iterdir()) == ["meta.json", "train.bin", "val.bin"]
+    written = sorted(p.name for p in out.iterdir() if p.name != "checked.json")  # of an earlier check
+    assert written == ["meta.json", "train.bin", "val.bin"]
     return train.tolist(), val.tolist(), meta
 
 
@@ -128,6 +129,43 @@ def test_load_names_what_is_wrong():
         prepare.load("out")
     Path("out/val.bin").write_bytes(raw[:-1])
     with pytest.raises(prepare.UserError, match="no file of uint16"):
+        prepare.load("out")
+
+
+def test_s5_no_file_of_a_folder_is_passed_over_or_taken_in_silence(capsys):
+    for name in ("a.txt", ".ipynb_checkpoints/a-checkpoint.txt", ".git/x.txt", "sub/b.txt", "notes.pdf", ".hidden.txt"):
+        path = Path("texts") / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(f"{name} " * 20)
+    make("texts")
+    train, val, meta = prepare.load("out")
+    assert prepare.decode([*train, *val], meta) == "a.txt " * 20 + "\n" + "sub/b.txt " * 20
+    said = capsys.readouterr().out
+    assert (
+        "3 hidden files in texts are skipped" in said
+        and "as they are none of .txt, .jsonl, .parquet: notes.pdf" in said
+    )
+
+
+def test_a_file_is_read_whole_once_and_again_when_it_was_touched(monkeypatch):
+    Path("a.txt").write_text("abcdefghij" * 1000)
+    make("a.txt")
+    prepare.load("out")
+    read = []
+    plain = prepare.pieces
+    monkeypatch.setattr(prepare, "pieces", lambda tokens: read.append(len(tokens)) or plain(tokens))
+    *_, meta = prepare.load("out")
+    assert read == [] and meta["tokens"] == {"train": 9000, "val": 1000}
+    prepare.load("out", again=True)  # as the audit does
+    assert read == [9000, 1000]
+    with pytest.raises(prepare.UserError, match="outside the vocabulary of 5"):
+        prepare.load("out", 5)
+    raw = bytearray(Path("out/val.bin").read_bytes())
+    raw[2] ^= 1
+    old = Path("out/val.bin").stat()
+    Path("out/val.bin").write_bytes(raw)
+    os.utime("out/val.bin", ns=(old.st_atime_ns, old.st_mtime_ns))  # the size and the time of before
+    with pytest.raises(prepare.UserError, match="sha256 differs"):
         prepare.load("out")
 
 

@@ -608,3 +608,119 @@ def test_a_plan_after_the_runs_is_no_plan(place):
     run("--margin=0.5", "--plan", "--amend=lost the file")
     (note,) = json.loads(Path("out/toy/plan.json").read_text())["amendments"]
     assert note["changes"] == ["the plan was written after runs had begun"]
+
+
+def test_l1_a_signal_that_is_forwarded_twice_is_one(place):
+    """Slurm, torchrun and a shell each forward it; either of the two, a moment later, changes nothing."""
+    program, env = command("--max_iters=100000", "--checkpoint_interval=100000", "--out_dir=x", "--batch_size=256")
+    for second in (signal.SIGTERM, signal.SIGINT):
+        process = subprocess.Popen(program, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        for line in process.stdout:
+            if re.search("step \\d+0/", line):
+                break
+        process.send_signal(signal.SIGTERM)
+        time.sleep(0.01)
+        if process.poll() is None:
+            process.send_signal(second)
+        out, err = process.communicate(timeout=60)
+        assert process.returncode == 143 and "stopped and saved at step" in out, err
+
+
+def test_a_further_signal_after_ten_seconds_ends_the_process(monkeypatch):
+    ended = []
+    monkeypatch.setattr(configurator, "STOP", {"signal": 0, "time": 0.0})
+    monkeypatch.setattr(configurator.signal, "signal", lambda *a: None)
+    monkeypatch.setattr(configurator.os, "kill", lambda pid, number: ended.append(number))
+    for now, expected in ((100.0, []), (100.1, []), (109.0, []), (111.0, [15])):
+        monkeypatch.setattr(configurator.time, "monotonic", lambda now=now: now)
+        configurator.on_signal(15, None)
+        assert ended == expected
+
+
+@pytest.mark.parametrize("name", ["RANK", "WORLD_SIZE", "LOCAL_RANK"])
+def test_c2_half_an_environment_of_torchrun_is_one_line(place, name):
+    done = call("--plan", **{name: "0"})
+    assert done.returncode == 2 and "use torchrun, or unset them" in done.stderr and done.stderr.count("\n") == 1
+
+
+def test_an_error_on_another_rank_is_shown(place):
+    done = call("--plan", RANK="3", WORLD_SIZE="4")
+    assert done.returncode == 2 and done.stderr.startswith("error (rank 3): LOCAL_RANK is not set")
+
+
+def test_l3_unfinished_files_are_swept_when_a_run_is_taken_up(place):
+    killed_at(9, "--out_dir=x", "--arms=Full", "--seeds=0", "--max_iters=800")
+    (Path("x/Full/seed0") / "state.pt.abcd1234.tmp").write_bytes(b"half")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(train, "train_run", lambda *a: swept.append(list(a[5].glob("*.tmp"))) or 1 / 0)
+        swept = []
+        with pytest.raises(ZeroDivisionError):
+            run("--out_dir=x", "--arms=Full", "--seeds=0", "--max_iters=800")
+    assert swept == [[]]
+
+
+def test_an_arm_trains_with_its_own_rate_and_the_others_with_theirs(place):
+    own = "arms = {'Full': {}, 'Slow': {'learning_rate': 1e-4, 'min_lr': 1e-5}}\ncontrasts = []\n"
+    Path("toy.py").write_text(CONFIG + own)
+    run("--out_dir=a", "--seeds=0")
+    run("--out_dir=b", "--seeds=0", "--learning_rate=1e-4", "--min_lr=1e-5", "--arms=Full")
+    assert [r["lr"] for r in rows("a", "Slow")[:-1]] == [r["lr"] for r in rows("b", "Full")[:-1]]
+    assert [r["loss"] for r in rows("a", "Slow")[:-1]] == [r["loss"] for r in rows("b", "Full")[:-1]]
+    assert max(r["lr"] for r in rows("a", "Full")[:-1]) == 3e-3
+    assert ckpt("a", "Slow")["config"]["learning_rate"] == 1e-4
+
+
+def test_the_sample_is_text_and_moves_no_bit(place, monkeypatch):
+    run("--out_dir=a", "--seeds=0", "--arms=Full")
+    last = rows("a")[-1]
+    assert len(last["sample"]) == 128 and set(last["sample"]) <= set(Path("toy.txt").read_text())
+    assert last["parameters"] == sum(p.numel() for p in GPT.from_checkpoint("a/Full/seed0").parameters())
+    assert last["weights_sha256"] == train.digest(ckpt("a")["model"]) and last["threads"] == 1
+    assert 0 < rows("a", timeless=False)[-1]["seconds"] < 60
+    monkeypatch.setattr(GPT, "generate", lambda self, idx, n, generator: idx)
+    run("--out_dir=b", "--seeds=0", "--arms=Full")
+    assert fingerprint("a") == fingerprint("b")
+
+
+def test_adding_seeds_is_answered_with_the_clean_way(place, capsys):
+    run("--seeds=0", "--arms=Full")
+    Path("out/toy/report.json").write_text(json.dumps({"contrasts": [{"n_for_margin": 12}, {"n_for_margin": None}]}))
+    Path("toy.py").write_text(CONFIG + "seeds = range(4)\n")
+    with pytest.raises(UserError, match="more seeds are a second experiment.*about 12 seeds would find the margin"):
+        run()
+    run("--plan", "--amend=more")
+    (note,) = json.loads(Path("out/toy/plan.json").read_text())["amendments"]
+    assert note["finished"] == ["Full/seed0"] and len(note["binding_sha256"]) == 64
+    assert note["binding_sha256"] == ckpt("out/toy")["binding_sha256"]
+
+
+def test_the_source_may_change_in_comments_alone(place):
+    old = Path("a.py")
+    old.write_text("x = 1  # one\n\n\ndef f():\n    return x\n")
+    first = configurator.source_hashes(old)
+    old.write_text("x = 1\n\n\n# a line\ndef f():\n    return x\n")
+    second = configurator.source_hashes(old)
+    assert first["bytes"] != second["bytes"] and first["code"] == second["code"]
+    assert train.differences({"source": {"a.py": first}}, {"source": {"a.py": second}}) == []
+    old.write_text("x = 2\n")
+    assert (
+        len(train.differences({"source": {"a.py": first}}, {"source": {"a.py": configurator.source_hashes(old)}})) == 1
+    )
+
+
+def test_jobs_share_the_runs_and_ctrl_c_stops_them_all(place):
+    done = call("--jobs=2", "--out_dir=x", "--max_iters=150", NANOABLATE_JOB="")
+    assert done.returncode == 0, done.stderr
+    both = done.stdout + Path("x/job1.log").read_text()
+    trained = re.findall(r"^(\w+ seed\d): \d", both, re.M)
+    assert sorted(trained) == sorted(f"{a} seed{s}" for a in ("Full", "FFNOnly", "Self") for s in (0, 1))
+    assert re.search(r"\d runs, \d+ min left", both) and "6 of 6 runs are finished" in done.stdout
+    program, env = command("--jobs=2", "--out_dir=y", "--max_iters=100000", "--checkpoint_interval=100000")
+    process = subprocess.Popen(program, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    while len(list(Path("y").glob("*/seed*/lock"))) < 2:
+        time.sleep(0.05)
+    time.sleep(1)
+    process.send_signal(signal.SIGINT)
+    out, _ = process.communicate(timeout=60)
+    assert process.returncode == 130 and "stopped and saved" in out + Path("y/job1.log").read_text()
+    assert len(list(Path("y").glob("*/seed*/state.pt"))) == 2
