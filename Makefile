@@ -11,13 +11,10 @@ PYTHON ?= $(call has,torch numpy scipy matplotlib tqdm tiktoken datasets transfo
 	.venv/bin/python -m pip install -q -r requirements.txt
 	@touch $@
 
-# two processes of one thread share the twelve runs; the second one's messages go to a file
+# two processes of one thread share the twelve runs
 demo: $(filter .venv/bin/python,$(PYTHON))
-	@mkdir -p out
 	$(PYTHON) prepare.py pydocs
-	OMP_NUM_THREADS=1 $(PYTHON) train.py config/demo.py > out/demo-second.log 2>&1 & \
-	OMP_NUM_THREADS=1 $(PYTHON) train.py config/demo.py; first=$$?; wait $$! && [ $$first = 0 ] || \
-	{ cat out/demo-second.log; exit 1; }
+	$(PYTHON) train.py config/demo.py --jobs=2
 	$(PYTHON) analyze.py runs out/demo
 
 test: $(filter .venv/bin/python,$(PYTHON))

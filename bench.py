@@ -84,7 +84,9 @@ def our_step(shape, batch, steps=1, **settings):
     """A function that takes training steps as train.py does, with the settings that it would choose itself."""
     flags = {k: settings.pop(k) for k in list(settings) if k in train.GPTConfig.__dataclass_fields__}
     config = train.Config(**shape, **flags, batch_size=batch, **settings)
-    train.choose(config)
+    if config.device == "auto":
+        config.device = "cuda" if torch.cuda.is_available() else "cpu"
+    train.choose(config, {})
     raw = GPT(GPTConfig(**shape, **flags)).to(config.device)
     optimizer = train.make_optimizer(raw, config)
     model = torch.compile(raw) if config.compile else raw

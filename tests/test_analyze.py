@@ -582,3 +582,320 @@ def test_a_loss_that_is_not_the_mean_of_its_windows_shows(out):
     path.write_text("\n".join([*lines[:-1], json.dumps(json.loads(lines[-1]) | {"val_loss": 1.0})]) + "\n")
     r = reported()
     assert r["status"] == "exploratory" and "val_loss 1.0, but its window_losses have mean" in r["deviations"][0]
+
+
+# --- a plan binds
+
+
+def edited(path, change):
+    """Change a JSON file as an attacker would, keeping all else."""
+    value = json.loads(path.read_text())
+    change(value)
+    path.write_text(json.dumps(value, indent=1))
+
+
+@pytest.mark.parametrize(
+    "part, change",
+    [
+        ("margin", lambda p: p.update(margin=0.5)),
+        ("alpha", lambda p: p.update(alpha=0.2)),
+        ("contrasts", lambda p: p["contrasts"][0].__setitem__(2, [-1, 1])),
+        ("contrasts", lambda p: p["contrasts"].pop()),
+        ("references", lambda p: p["references"].update(unigram=2.0)),
+        ("reference_windows", lambda p: p["reference_windows"]["unigram"].__setitem__(0, 1.0)),
+        ("looks", lambda p: p.update(looks=[3, 5])),
+        ("tune_seeds", lambda p: p.update(tune_seeds=1)),
+        ("config", lambda p: p["config"].update(max_iters=31)),
+    ],
+)
+def test_s1_a_plan_that_was_edited_after_the_runs_is_exploratory(out, part, change):
+    edited(out / "plan.json", change)
+    r = reported()
+    assert r["status"] == "exploratory"
+    (sentence,) = [d for d in r["deviations"] if "another plan than plan.json is now" in d]
+    assert f"now: {part} changed; so with 14 more" in sentence
+
+
+def test_s1_the_untouched_plan_and_what_does_not_bind_stay_confirmatory(out):
+    edited(out / "plan.json", lambda p: p["config"].update(log_interval=7, out_dir="elsewhere", threads=3))
+    edited(out / "plan.json", lambda p: p.update(time="2020", commit="abc"))
+    assert reported()["status"] == "confirmatory"
+
+
+def test_rules_that_changed_after_the_plan_make_it_exploratory(out, monkeypatch):
+    monkeypatch.setattr(analyze, "RULES", "another rule")
+    r = reported()
+    assert r["status"] == "exploratory" and r["rules"] == "another rule"
+    assert "The plan decides by outcome: loss over the whole" in r["deviations"][0]
+    assert "this report by: another rule." in r["deviations"][0]
+
+
+def test_s2_arms_that_were_trained_with_other_settings_are_not_compared(out):
+    shutil.rmtree(out / "FFNOnly")
+    train.main(["toy.py", "--learning_rate=1e-3", "--amend=x"])
+    r = reported()
+    assert r["contrasts"][0]["reason"] == "the two sides differ in learning_rate: 0.001, 0.003"
+    assert (r["contrasts"][0]["n"], r["contrasts"][0]["p"], r["contrasts"][0]["verdict"]) == (0, None, None)
+    assert "is not computed: the two sides differ in learning_rate" in r["contrasts"][0]["sentence"]
+    assert r["contrasts"][3]["p"] is not None  # Full against its reference is as it was
+
+
+def test_s3_dropout_masks_of_other_processes_are_not_compared(out):
+    for seed, processes in ((0, 1), (1, 2)):
+        last = log(out, "Full", seed)[-1]
+        for rate, alike in ((0.0, True), (0.2, False)):
+            row = last | {"config": last["config"] | {"dropout": rate}, "processes": processes}
+            first = log(out, "Full", 0)[-1]
+            first = first | {"config": first["config"] | {"dropout": rate}, "processes": 1}
+            why = analyze.unlike([analyze.settings_of(x, set()) for x in (first, row)])
+            assert (why is None) == (alike or processes == 1)
+            assert why is None or why == "the two sides differ in processes: 1, 2"
+
+
+def test_s4_a_weight_changed_in_its_last_digits_is_named(out):
+    def nudge(c):
+        c["model"]["wte.weight"][3, 3] += 1e-6
+
+    respoil(out / "Half/seed1/ckpt.pt", nudge)
+    r = reported()
+    assert r["status"] == "exploratory" and r["audit"]["failed"] == ["Half/seed1"]
+    assert "its weights are not those that were trained" in r["deviations"][0]
+
+
+def test_c6_weights_that_are_no_numbers_and_a_folder_copied_twice(out):
+    respoil(out / "Half/seed1/ckpt.pt", lambda c: c["model"]["ln_f.weight"].fill_(math.nan))
+    shutil.copytree(out / "Full/seed0", out / "Full/seed7")
+    r = reported()
+    assert "Run Full/seed7 is not in the plan." in r["deviations"]
+    assert any("Half/seed1" in d and "the weights in ckpt.pt are not finite" in d for d in r["deviations"])
+    assert "15 of 15 finished runs measured again, 1 failed" in (out / "report.md").read_text()
+
+
+def test_the_audit_counts_the_references_again(out):
+    """A plan and records that were rewritten alike, but not the text."""
+
+    def lower(plan):
+        plan["reference_windows"]["unigram"] = [x - 0.5 for x in plan["reference_windows"]["unigram"]]
+        plan["references"]["unigram"] -= 0.5
+
+    edited(out / "plan.json", lower)
+    bound = train.binding(json.loads((out / "plan.json").read_text()))
+    for path in out.glob("*/*/log.jsonl"):
+        lines = path.read_text().splitlines()
+        last = json.loads(lines[-1]) | {"binding": bound, "binding_sha256": model.digest(bound)}
+        path.write_text("\n".join([*lines[:-1], json.dumps(last)]) + "\n")
+    r = reported()
+    assert r["status"] == "exploratory" and len(r["audit"]["failed"]) == 15
+    assert "the references in plan.json are not those of the text" in r["deviations"][0]
+
+
+# --- looks, families, interactions: on records made from numbers
+
+
+def experiment(losses, contrasts, **more):
+    """(plan, runs) as report_runs reads them. losses: {arm: [loss of seed 0, ...]}, None for a run that is missing."""
+    n = max(map(len, losses.values()))
+    config = {"block_size": 4, "dropout": 0.0, "learning_rate": 1e-3}
+    plan = {"config": config, "arms": {a: {} for a in losses}, "seeds": list(range(n)), "contrasts": contrasts}
+    plan |= {"alpha": 0.05, "margin": 0.02, "looks": [], "tune_seeds": 0, "references": {"unigram": 3.0}}
+    plan |= {"reference_windows": {"unigram": [3.0] * 32}, "data": {"windows": 32}} | more
+    runs = {}
+    for arm, values in losses.items():
+        for seed in range(n):
+            loss = values[seed] if seed < len(values) else None
+            status = "diverged" if loss is not None and math.isinf(loss) else "finished"
+            row = {"val_loss": None if status == "diverged" else loss, "window_losses": [loss] * 32, "status": status}
+            row |= {"config": config, "data": plan["data"], "source": {}, "torch": "2"}
+            runs[arm, seed] = None if loss is None else row
+    return plan, runs
+
+
+def decided(plan, runs):
+    return analyze.contrasts_at(plan, runs, analyze.complete_looks(plan, runs))
+
+
+def test_an_interaction_is_the_paired_test_of_two_differences():
+    rng = np.random.default_rng(0)
+    a, b, c, d = rng.normal(2, 0.02, (4, 8)).tolist()
+    losses = dict(zip("ABCD", (a, b, c, d), strict=True))
+    plan, runs = experiment(losses, [[["A", "B"], ["C", "D"], [-9, 9]]])
+    (r,) = decided(plan, runs)
+    theirs = stats.ttest_rel(np.subtract(a, b), np.subtract(c, d))
+    assert r["p"] == pytest.approx(theirs.pvalue) and r["a"] == ["A", "B"] and r["as_predicted"] is True
+    assert r["sd_ratio"] is None and r["p_pitman_morgan"] is None and r["family"] == 1
+    assert r["sentence"].startswith("(A − B) − (C − D) is undecided")
+    runs["C", 3] = None
+    (r,) = decided(plan, runs)
+    assert r["n"] == 0 and "C/seed3 is missing or diverged" in r["sentence"]
+
+
+def test_a_family_is_chosen_on_seeds_that_the_contrast_leaves_out():
+    losses = {"A@1": [1.0, 1.2, 9.0, 9.1, 9.3], "A@2": [2.0, 2.0, 0.1, 0.2, 0.4], "B@1": [3.0, 3.0, 3.0, 3.1, 3.0]}
+    losses |= {"B@2": [math.inf, 1.0, 1.0, 1.0, 1.0], "B@3": [4.0, 4.0, 0.0, 0.0, 0.0]}
+    plan, runs = experiment(losses, [["A@*", "B@*"], ["A@*", "unigram"], ["A@1", "B@1"]], tune_seeds=2)
+    tuned, against, plain = decided(plan, runs)
+    assert tuned["chosen"] == ["A@1", "B@1"] and tuned["n"] == 3 and list(tuned["differences"]) == ["2", "3", "4"]
+    assert tuned["p"] == pytest.approx(stats.ttest_rel([9.0, 9.1, 9.3], [3.0, 3.1, 3.0]).pvalue)
+    assert against["chosen"] == ["A@1", "unigram"] and against["mean"] == pytest.approx(9.1333333 - 3)
+    assert plain["n"] == 5 and plain["chosen"] is None
+    assert "A@1 ends" in tuned["sentence"] and "(chosen for A@* and B@*)" in tuned["sentence"]
+    runs["A@2", 1] = None
+    assert "A@2 has not finished the seeds that choose among A@*" in decided(plan, runs)[0]["reason"]
+
+
+def test_the_edge_of_a_grid_is_named():
+    losses = {f"A@{k}": [1.0 + 0.1 * k, 1.0 + 0.1 * k, 1.0, 1.1] for k in range(4)}
+    plan, runs = experiment(losses, [["A@*", "unigram"]], tune_seeds=2)
+    plan["arms"] = {f"A@{k}": {"learning_rate": 10.0**-k, "min_lr": 10.0 ** -(k + 1)} for k in range(4)}
+    assert analyze.edges(plan, decided(plan, runs)) == [
+        "A@0 lies at the edge of its grid of learning_rate: a better value may lie beyond."
+    ]
+    (line,) = report.doses(plan)["learning_rate"].values()
+    assert [value for value, _ in line] == [1e-3, 1e-2, 1e-1, 1.0]
+
+
+def test_looks_divide_alpha_and_the_first_that_decides_stands():
+    rng = np.random.default_rng(2)
+    a = [2.0 + x for x in rng.normal(0, 0.01, 8)]
+    losses = {"A": a, "B": [x - 0.01 + y for x, y in zip(a, rng.normal(0, 0.004, 8), strict=True)], "C": a[::-1]}
+    contrasts = [["A", "B"], ["A", "C"]]
+    plan, runs = experiment(losses, contrasts, looks=[4, 8])
+    first, last = decided(plan, runs)
+    whole, _ = decided(*experiment(losses, contrasts))
+    few = {k: v[:4] for k, v in losses.items()}
+    at_four, _ = decided(*experiment(few, contrasts, alpha=0.025))
+    assert at_four["verdict"] == "higher" and whole["n"] == 8
+    assert (first["n"], first["p"], first["verdict"]) == (4, at_four["p"], "higher") and "look at 4" in first[
+        "sentence"
+    ]
+    assert last["n"] == 8 and "look at 8" in last["sentence"]
+    assert last["ci_equivalence"] == pytest.approx(
+        list(stats.ttest_rel(losses["A"], losses["C"]).confidence_interval(1 - 2 * 0.025 / 2))
+    )
+    runs["C", 6] = None  # of the later look: it is not complete, and missing runs are no fault
+    assert analyze.complete_looks(plan, runs) == [4] and decided(plan, runs)[1]["n"] == 4
+
+
+def test_a_report_at_a_look_is_confirmatory_and_names_it(out, tmp_path):
+    Path("toy.py").write_text(CONFIG + "looks = (2, 5)\n")
+    train.main(["toy.py", "--out_dir=out/looks", "--seeds=0-2"])
+    r = reported("out/looks")
+    assert (r["status"], r["look"], r["deviations"]) == ("confirmatory", 2, [])
+    assert list(r["arms"]["Full"]["seeds"]) == ["0", "1"] and all(c["n"] == 2 for c in r["contrasts"])
+    assert "This is the look at 2 of 5 seeds." in Path("out/looks/report.md").read_text()
+
+
+def test_what_matching_bought():
+    rng = np.random.default_rng(0)
+    shared = rng.normal(size=(200,))
+    a, b = shared + rng.normal(size=200), shared + rng.normal(size=200)
+    m = analyze.matching([(a, b)])
+    assert m["r"] == pytest.approx(stats.pearsonr(a, b).statistic) and m["ci95"][0] < 0.5 < m["ci95"][1]
+    fisher = np.tanh(np.arctanh(m["r"]) + np.array([-1.96, 1.96]) / math.sqrt(197))
+    assert m["ci95"] == pytest.approx(fisher, abs=0.03)
+    assert analyze.matching([(a[:7], b[:7])]) is None and analyze.matching([]) is None
+
+
+# --- anyone's results
+
+
+def test_a_table_of_twelve_losses(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    a, b = [3.31, 3.29, 3.3, 3.33, 3.28, 3.3], [3.27, 3.28, 3.25, 3.3, 3.26, 3.25]
+    rows = [f"{arm},{s},{x}" for arm, values in (("$x$", a), ("_base", b)) for s, x in enumerate(values)]
+    Path("t.csv").write_text("arm,seed,loss\n" + "\n".join(rows) + "\n")
+    analyze.main(["table", "t.csv", "--contrasts=$x$:_base,_base:3.28", "--margin=0.1"])
+    r = json.loads(Path("out/table/t/report.json").read_text())
+    pair, one = stats.ttest_rel(a, b), stats.ttest_1samp(b, 3.28)
+    assert r["status"] == "exploratory" and [c["p"] for c in r["contrasts"]] == pytest.approx([pair.pvalue, one.pvalue])
+    assert [c["t"] for c in r["contrasts"]] == pytest.approx([pair.statistic, one.statistic])
+    assert "$x$ ends 0.0333 nats above _base" in Path("out/table/t/report.md").read_text()
+    assert Path("out/table/t/contrasts.csv").read_text().count("\n") == 3
+    assert Path("out/table/t/contrasts.png").read_bytes().startswith(b"\x89PNG")
+    analyze.main(["table", "t.csv", "--contrasts=$x$:_base", "--unmatched", "--out=u"])
+    r, theirs = json.loads(Path("u/report.json").read_text()), stats.ttest_ind(a, b, equal_var=False)
+    assert r["contrasts"][0]["p"] == pytest.approx(theirs.pvalue) and "12 runs" in r["contrasts"][0]["sentence"]
+    assert "nothing was paired" in Path("u/report.md").read_text()
+    Path("n.csv").write_text("loss,arm\n" + "\n".join(f"{x},A\n{y},B" for x, y in zip(a, b, strict=True)))
+    analyze.main(["table", "n.csv", "--contrasts=A:B", "--out=n"])  # no seeds: nothing to pair by
+    assert json.loads(Path("n/report.json").read_text())["contrasts"][0]["p"] == pytest.approx(theirs.pvalue)
+
+
+@pytest.mark.parametrize(
+    "rows, contrasts, words",
+    [
+        ("A,0,1\nA,0,2\nB,0,1", "A:B", "row 3: seed 0 of A is there twice"),
+        ("A,0,1\nB,0,lots", "A:B", "row 3: loss is 'lots'"),
+        ("A,0,1\nB,1,2", "A:B", "seed 0 is there for one of A and B"),
+        ("A,0,1\nB,0,nan", "A:B", "row 3: the loss is not finite"),
+        ("A,0,1\nB,0,2", "A:C", "no arm is called 'C'"),
+        ("A,0,1\nB,0,2", "", "no arm is called ''"),
+    ],
+)
+def test_a_bad_table_is_one_line_with_the_row(tmp_path, rows, contrasts, words):
+    path = tmp_path / "t.csv"
+    path.write_text("arm,seed,loss\n" + rows + "\n")
+    with pytest.raises(UserError, match=words):
+        analyze.main(["table", str(path), f"--contrasts={contrasts}", f"--out={tmp_path}/out"])
+    assert not (tmp_path / "out").exists()
+
+
+def test_sentences():
+    """One form each, by hand."""
+    c = {"a": "A", "b": "B", "n": 8, "mean": 1.3406, "ci95": [1.3283, 1.3529], "ci_equivalence": [1.32, 1.36]}
+    c |= {"p": 1e-9, "equivalent": False, "mde80": 0.02, "n_for_margin": 9, "reason": None, "predicted": [0, None]}
+    c |= {"as_predicted": True, "ci_predicted": [1.32, 1.36]}
+
+    def said(**changes):
+        return analyze.decide([c | changes], 0.05, 0.02)[0]["sentence"]
+
+    assert said() == "A ends 1.341 nats above B (95% interval 1.328 to 1.353, 8 seeds): as predicted."
+    small = {"mean": -0.004, "ci95": [-0.005, -0.003], "equivalent": True, "predicted": None}
+    assert said(**small, as_predicted=None) == (
+        "A ends 0.0040 nats below B (95% interval 0.0030 to 0.0050, 8 seeds), a difference within the margin of 0.02."
+    )
+    near = {"mean": 0.001, "ci95": [-0.002, 0.004], "ci_equivalence": [-0.0015, 0.0035], "p": 0.4, "predicted": None}
+    assert said(**near, equivalent=True, as_predicted=None) == (
+        "A and B are equivalent within 0.02 nats (90% interval -0.0015 to +0.0035, 8 seeds)."
+    )
+    assert said(**near, as_predicted=None, n=3) == (
+        "A − B is undecided: +0.0010 nats seen (95% interval -0.0020 to +0.0040, 3 seeds). 3 seeds find a difference of"
+        " 0.02 with 80% power, about 9 one as large as the margin of 0.02 (but 3 hardly tell the spread)."
+    )
+    assert said(p=None, mean=None, reason="B/seed1 is missing") == "A − B is not computed: B/seed1 is missing."
+
+
+def test_p_values_are_printed_as_far_as_they_mean_something():
+    assert [report.p_value(p) for p in (None, 1e-14, 9.9e-5, 1e-4, 0.0312)] == [
+        "–",
+        "< 0.0001",
+        "< 0.0001",
+        "0.0001",
+        "0.0312",
+    ]
+
+
+def test_figures_with_hard_names_many_contrasts_and_a_diverged_run(tmp_path):
+    """S8: names are drawn as they are written."""
+    import matplotlib.text
+
+    names = ["$x$", "_hidden", "n" * 60, *(f"arm{i}" for i in range(9)), "base"]
+    rng = np.random.default_rng(0)
+    losses = {name: rng.normal(2 + 0.1 * i, 0.01, 4).tolist() for i, name in enumerate(names)}
+    losses["arm0"][2] = math.inf
+    plan, runs = experiment(losses, [[name, "base"] for name in names[:-1]])
+    drawn = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(report, "save_figure", lambda fig, path, title: drawn.append(fig))
+        report.figure_contrasts(tmp_path / "c.png", decided(plan, runs), 0.02, "t")
+    texts = [t.get_text() for t in drawn[0].findobj(matplotlib.text.Text)]
+    assert r"\$x\$ − base" in texts and "_hidden − base" in texts and "not computed" in texts
+    assert any(text.replace("\n", "").startswith("n" * 60) for text in texts)
+    from matplotlib.figure import Figure
+
+    axis = Figure().subplots()
+    for name in names[:3]:
+        axis.plot([0, 1], gid=name)
+    report.legend(axis)
+    shown = [t.get_text().replace("\n", "") for t in axis.get_legend().get_texts()]
+    assert shown == [r"\$x\$", "_hidden", "n" * 60]
