@@ -67,6 +67,36 @@ def test_kills_at_random_moments(place):  # noqa: F811
     assert sorted(p.name for p in folder.iterdir()) == ["ckpt.pt", "log.jsonl"]
 
 
+def test_a_signal_that_comes_twice_at_random_moments(place):  # noqa: F811
+    """L1: each time the step is finished and saved, and the end is that of an undisturbed run."""
+    signals = max(2, KILLS // 2)
+    flags = ["--arms=Full", "--seeds=0", f"--max_iters={150 * signals}", "--n_embd=128", "--checkpoint_interval=100000"]
+    assert call("--out_dir=calm", *flags).returncode == 0
+    rng, saved = random.Random(1), 0
+    path = Path("rough/Full/seed0/state.pt")
+    for _ in range(signals):
+        program, env = command("--out_dir=rough", *flags)
+        process = subprocess.Popen(program, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        before = torch.load(path, weights_only=True)["step"] if path.exists() else 0
+        for line in process.stdout:
+            if "arms x" in line:  # the training begins
+                break
+        time.sleep(rng.uniform(0.1, 0.6))
+        process.send_signal(signal.SIGTERM)
+        time.sleep(rng.uniform(0, 0.2))
+        process.send_signal(rng.choice((signal.SIGTERM, signal.SIGINT)))
+        out = process.communicate(timeout=60)[0]
+        if process.returncode == 0:
+            break  # it was faster than we were
+        saved += process.returncode == 143 and torch.load(path, weights_only=True)["step"] > before
+        assert "stopped and saved at step" in out
+    done = call("--out_dir=rough", *flags)
+    assert done.returncode == 0, done.stderr
+    differing = bytes_differing(tensors("calm"), tensors("rough"))
+    print(f"\nsignals sent twice {signals}, saved {saved}, bytes differing {differing}")
+    assert saved >= signals - 1 and saved >= 2 and differing == 0 and rows("rough") == rows("calm")
+
+
 def test_four_processes_one_killed(place):  # noqa: F811
     flags = ["--max_iters=200", "--out_dir=shared"]
     runs = [(arm, seed) for seed in range(2) for arm in ("Full", "FFNOnly", "Self")]
