@@ -284,9 +284,9 @@ def on_signal(number, frame):
         os.kill(os.getpid(), number)
 
 
-def heed_signals():
+def heed_signals(handler=on_signal):
     for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, on_signal)
+        signal.signal(number, handler)
 
 
 def thread_count(threads, width, processes):

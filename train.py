@@ -792,6 +792,7 @@ def experiment(argv):
         gc.collect()  # DDP's hooks are in cycles that would keep the process group, and its threads, until exit
         dist.barrier()
         dist.destroy_process_group()
+    configurator.heed_signals(signal.SIG_IGN)  # a repeat must not change the exit status, as Python ends
     sys.exit(status)
 
 

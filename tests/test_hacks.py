@@ -51,7 +51,8 @@ def run(place, arms, *flags, processes=0, V=32):
     (place / "mine.py").write_text(f"{CONFIG}arms = {arms}\ncontrasts = [('B', 'A')]\nvocab_size = {V}\n")
     torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}"] if processes else []
     env = os.environ | {"OMP_NUM_THREADS": "1"}
-    for command in ([*torchrun, "train.py", "mine.py", *flags], ["analyze.py", "runs", "out/mine"]):
+    both = "import train, analyze; train.main(['mine.py']); analyze.main(['runs', 'out/mine'])"
+    for command in ([*torchrun, "train.py", "mine.py", *flags],) if flags else (["-c", both],):
         done = subprocess.run(
             [sys.executable, *command], cwd=place, env=env, capture_output=True, text=True, timeout=200
         )

@@ -270,7 +270,7 @@ def test_a_killed_run_resumes_to_the_bit(place):
     ]
     threads = {"OMP_NUM_THREADS": "1"}
     assert call("--out_dir=calm", *flags, **threads).returncode == 0
-    for step in (11, 120, 300):
+    for step in (11, 200):
         killed_at(step, "--out_dir=rough", *flags)
         assert not Path("rough/Full/seed0/ckpt.pt").exists()
     done = call("--out_dir=rough", *flags, **threads)
@@ -278,20 +278,6 @@ def test_a_killed_run_resumes_to_the_bit(place):
     assert fingerprint("rough") == fingerprint("calm")
     assert rows("rough") == rows("calm")
     assert not list(Path("rough/Full/seed0").glob("*.tmp"))
-
-
-def test_signals_save_and_say_so(place):
-    for number in (signal.SIGINT, signal.SIGTERM):
-        program, env = command("--max_iters=100000", "--checkpoint_interval=100000", f"--out_dir=s{int(number)}")
-        process = subprocess.Popen(program, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-        for line in process.stdout:
-            if "step 20/" in line:
-                process.send_signal(number)
-                break
-        out, err = process.communicate(timeout=60)
-        assert process.returncode == 128 + number and "the same command resumes it" in out and "Traceback" not in err
-        state = torch.load(f"s{int(number)}/Full/seed0/state.pt", weights_only=True)
-        assert state["step"] > 20 and len(rows(f"s{int(number)}")) == state["step"]
 
 
 def damaged(state):
@@ -338,18 +324,6 @@ def test_a_diverged_run_is_kept_and_the_rest_goes_on(place):
         c, last = ckpt("out/toy", arm), rows("out/toy", arm)[-1]
         assert c["status"] == last["status"] == "diverged" and c["step"] < 40
         assert last["val_loss"] is None and last["window_losses"] is None
-
-
-def test_processes_share_the_runs(place):
-    flags = ["--max_iters=150", "--out_dir=shared"]
-    started = [command(*flags) for _ in range(3)]
-    running = [
-        subprocess.Popen(p, env=e, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) for p, e in started
-    ]
-    outs = [p.communicate(timeout=120) for p in running]
-    assert [p.returncode for p in running] == [0, 0, 0], outs
-    trained = re.findall(r"^(\w+ seed\d): \d", "".join(out for out, _ in outs), re.M)
-    assert sorted(trained) == sorted(f"{a} seed{s}" for a in ("Full", "FFNOnly", "Self") for s in (0, 1))
 
 
 def test_a_run_of_a_killed_process_is_taken_over_at_once(place):
@@ -519,9 +493,8 @@ def test_files_of_nanogpt(place):
 
 
 def test_errors_on_the_command_line(place):
-    for flags in (["--learning_rte=1"], ["--dataset=nothing"]):
-        done = call(*flags)
-        assert done.returncode == 2 and done.stderr.startswith("error: ") and done.stderr.count("\n") == 1
+    done = call("--learning_rte=1")
+    assert done.returncode == 2 and done.stderr.startswith("error: ") and done.stderr.count("\n") == 1
     program, env = command()
     program[-1] = "config/dmeo.py"
     done = subprocess.run(program, env=env, capture_output=True, text=True)
@@ -612,18 +585,19 @@ def test_a_plan_after_the_runs_is_no_plan(place):
 
 def test_l1_a_signal_that_is_forwarded_twice_is_one(place):
     """Slurm, torchrun and a shell each forward it; either of the two, a moment later, changes nothing."""
-    program, env = command("--max_iters=100000", "--checkpoint_interval=100000", "--out_dir=x", "--batch_size=256")
-    for second in (signal.SIGTERM, signal.SIGINT):
+    for first, second in ((signal.SIGTERM, signal.SIGINT), (signal.SIGINT, signal.SIGTERM)):
+        out = f"s{int(first)}"
+        program, env = command("--max_iters=100000", "--checkpoint_interval=100000", f"--out_dir={out}")
         process = subprocess.Popen(program, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
         for line in process.stdout:
-            if re.search("step \\d+0/", line):
+            if "step 20/" in line:
                 break
-        process.send_signal(signal.SIGTERM)
-        time.sleep(0.01)
-        if process.poll() is None:
-            process.send_signal(second)
-        out, err = process.communicate(timeout=60)
-        assert process.returncode == 143 and "stopped and saved at step" in out, err
+        process.send_signal(first)
+        process.send_signal(second)
+        said, err = process.communicate(timeout=60)
+        assert process.returncode in (130, 143) and "the same command resumes it" in said and "Traceback" not in err
+        state = torch.load(f"{out}/Full/seed0/state.pt", weights_only=True)
+        assert state["step"] > 20 and len(rows(out)) == state["step"]
 
 
 def test_a_further_signal_after_ten_seconds_ends_the_process(monkeypatch):
@@ -638,14 +612,17 @@ def test_a_further_signal_after_ten_seconds_ends_the_process(monkeypatch):
 
 
 @pytest.mark.parametrize("name", ["RANK", "WORLD_SIZE", "LOCAL_RANK"])
-def test_c2_half_an_environment_of_torchrun_is_one_line(place, name):
-    done = call("--plan", **{name: "0"})
-    assert done.returncode == 2 and "use torchrun, or unset them" in done.stderr and done.stderr.count("\n") == 1
+def test_c2_half_an_environment_of_torchrun_is_one_line(place, name, monkeypatch):
+    monkeypatch.setenv(name, "0")
+    with pytest.raises(UserError, match="use torchrun, or unset them"):
+        run("--plan")
+    assert not Path("out").exists()
 
 
 def test_an_error_on_another_rank_is_shown(place):
     done = call("--plan", RANK="3", WORLD_SIZE="4")
     assert done.returncode == 2 and done.stderr.startswith("error (rank 3): LOCAL_RANK is not set")
+    assert done.stderr.count("\n") == 1
 
 
 def test_l3_unfinished_files_are_swept_when_a_run_is_taken_up(place):
