@@ -20,7 +20,7 @@ demo: $(filter .venv/bin/python,$(PYTHON))
 test: $(filter .venv/bin/python,$(PYTHON))
 	$(PYTHON) -m ruff check .
 	$(PYTHON) -m ruff format --check .
-	OMP_NUM_THREADS=1 $(PYTHON) -m pytest -q -n auto tests
+	OMP_NUM_THREADS=1 $(PYTHON) -m pytest -q -n auto --dist worksteal tests
 
 faults: $(filter .venv/bin/python,$(PYTHON))
 	FAULTS=20 $(PYTHON) -m pytest -q -s tests/test_faults.py

@@ -69,8 +69,8 @@ def test_kills_at_random_moments(place):  # noqa: F811
 
 def test_a_signal_that_comes_twice_at_random_moments(place):  # noqa: F811
     """L1: each time the step is finished and saved, and the end is that of an undisturbed run."""
-    signals = max(2, KILLS // 2)
-    flags = ["--arms=Full", "--seeds=0", f"--max_iters={400 * signals}", "--checkpoint_interval=100000"]
+    signals = KILLS // 2
+    flags = ["--arms=Full", "--seeds=0", f"--max_iters={600 * signals}", "--checkpoint_interval=100000"]
     assert call("--out_dir=calm", *flags).returncode == 0
     rng, saved = random.Random(1), 0
     path = Path("rough/Full/seed0/state.pt")
@@ -86,21 +86,19 @@ def test_a_signal_that_comes_twice_at_random_moments(place):  # noqa: F811
         time.sleep(rng.uniform(0, 0.2))
         process.send_signal(rng.choice((signal.SIGTERM, signal.SIGINT)))
         out = process.communicate(timeout=60)[0]
-        if process.returncode == 0:
-            break  # it was faster than we were
         saved += process.returncode == 143 and torch.load(path, weights_only=True)["step"] > before
         assert "stopped and saved at step" in out
     done = call("--out_dir=rough", *flags)
     assert done.returncode == 0, done.stderr
     differing = bytes_differing(tensors("calm"), tensors("rough"))
     print(f"\nsignals sent twice {signals}, saved {saved}, bytes differing {differing}")
-    assert saved >= signals - 1 and saved >= 2 and differing == 0 and rows("rough") == rows("calm")
+    assert saved == signals and differing == 0 and rows("rough") == rows("calm")
 
 
-def test_four_processes_one_killed(place):  # noqa: F811
+def test_three_processes_one_killed(place):  # noqa: F811
     flags = ["--max_iters=200", "--out_dir=shared"]
     runs = [(arm, seed) for seed in range(2) for arm in ("Full", "FFNOnly", "Self")]
-    started = [command(*flags) for _ in range(4)]
+    started = [command(*flags) for _ in range(3)]
     running = [
         subprocess.Popen(p, env=e, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) for p, e in started
     ]
@@ -110,7 +108,7 @@ def test_four_processes_one_killed(place):  # noqa: F811
             victim.kill()
             break
     outs = [p.communicate(timeout=120) for p in running]
-    assert [p.returncode for p in running[1:]] == [0, 0, 0], outs
+    assert [p.returncode for p in running[1:]] == [0, 0], outs
     finished = [
         f"{a} seed{s}"
         for a, s in runs
@@ -129,7 +127,7 @@ def test_four_processes_one_killed(place):  # noqa: F811
 @pytest.mark.skipif(not shutil.which("pgrep"), reason="needs pgrep to find the workers")
 def test_torchrun_restarts_a_killed_worker(place):  # noqa: F811
     """Three workers: the sum of two is the same in any order."""
-    flags = ["--max_iters=150", "--arms=Full", "--seeds=0", "--batch_size=12", "--micro_batch_size=2", "--n_embd=64"]
+    flags = ["--max_iters=80", "--arms=Full", "--seeds=0", "--batch_size=12", "--micro_batch_size=2"]
     program, env = command("--out_dir=x", *flags, torchrun=3)
     program.insert(3, "--max-restarts=2")
     process = subprocess.Popen(program, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
