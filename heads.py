@@ -6,8 +6,9 @@ Any model -> how its heads align with their own values, and three checks of that
 Of each head, window by window, without the first position, where a head can give nothing but its own value:
 - own: mean cosine of the head's output with the value of the same position.
 - null: the same with the values of the earlier positions that it sees.
-- across: the same with the values of the other key-value groups; only with grouped queries.
-- delta: nats per token lost when the own value is removed from this head alone; delta_all: from all heads at once.
+- across, across_null: own and null with the values of the other key-value groups; only with grouped queries.
+- delta: nats per token lost when the own value is removed from this head alone; delta_all: from all heads at once;
+  delta_zero: when the whole output of the head is set to zero.
 Over heads, three checks: would other text rank them alike (r_stat, r_delta)? How much of own is shared with earlier
 positions (explained)? Does own foretell on other text where removal costs most (r_stat_delta)?
 """
@@ -51,7 +52,11 @@ def causal_null(y, v, window=None):
     """
     if window is not None and window < 2:
         raise ValueError(f"window={window}: a position that sees itself only has no earlier position")
-    y, v = (torch.nn.functional.normalize(x.double(), dim=-1, eps=1e-300) for x in (y, v))  # zero stays zero
+    return over_earlier(*(torch.nn.functional.normalize(x.double(), dim=-1, eps=1e-300) for x in (y, v)), window)
+
+
+def over_earlier(y, v, window):
+    """The mean over i >= 1 of (1/n_i) sum_j y_i.v_j: what causal_null takes of unit vectors, and linear in v."""
     seen = torch.arange(y.shape[-2], device=y.device)  # n_i
     before = v.cumsum(-2).roll(1, -2)  # (..., T, D): the sum over j < i
     before[..., 0, :] = 0
@@ -389,7 +394,7 @@ def token_losses(model, w, keep=-1):
 
 
 def measuring(kept, sees):
-    """A tap that leaves y as it is and keeps own, null, across (3, B, H) of each layer, and H_kv, in kept[layer]."""
+    """A tap that leaves y as it is and keeps in kept[layer] the COSINES (4, B, H) of each layer, and H_kv."""
 
     def tap(layer, y, v):  # (B, H, T, D), (B, H_kv, T, D)
         H, K = y.shape[1], v.shape[1]
@@ -397,19 +402,23 @@ def measuring(kept, sees):
         a = a.unflatten(1, (K, H // K))  # (B, H_kv, H / H_kv, T, D): head h reads group h // (H / H_kv)
         b = b.unsqueeze(2)  # (B, H_kv, 1, T, D)
         own = (a * b).sum(-1)[..., 1:].mean(-1).flatten(1)  # position 0 is left out: there y = v
-        across = torch.full_like(own, torch.nan)
+        across, across_null = torch.full_like(own, torch.nan), torch.full_like(own, torch.nan)
         if 1 < K < H:
-            across = (a * (b.sum(1, keepdim=True) - b)).sum(-1)[..., 1:].mean(-1).flatten(1) / (K - 1)
-        kept[layer] = torch.stack([own, causal_null(a, b, sees[layer]).flatten(1), across]).cpu().numpy(), K
+            others = (b.sum(1, keepdim=True) - b) / (K - 1)  # (B, H_kv, 1, T, D): the mean over the other groups
+            across = (a * others).sum(-1)[..., 1:].mean(-1).flatten(1)
+            across_null = over_earlier(a, others, sees[layer]).flatten(1)
+        null = over_earlier(a, b, sees[layer]).flatten(1)
+        kept[layer] = torch.stack([own, null, across, across_null]).cpu().numpy(), K
         return y
 
     return tap
 
 
-def removing(plan, first=1):
+def removing(plan, first=1, mode="own"):
     """
-    A tap that removes own values: plan = {layer: [heads of the first replica of the batch, of the second, ...]}.
+    A tap that removes own values, or with mode="zero" whole outputs.
 
+    plan = {layer: [heads of the first replica of the batch, of the second, ...]}.
     From position `first` on, as own is measured; every other head and layer stays as it is, to the bit.
     """
 
@@ -418,7 +427,9 @@ def removing(plan, first=1):
             return y
         y, n, group = y.clone(), len(plan[layer]), y.shape[1] // v.shape[1]
         for heads, part, own in zip(plan[layer], y.chunk(n), v.chunk(n), strict=True):
-            if heads:
+            if heads and mode == "zero":
+                part[:, heads, first:] = 0
+            elif heads:
                 own = own[:, [h // group for h in heads], first:]
                 part[:, heads, first:] = remove_direction(part[:, heads, first:], own)
         return y
@@ -496,12 +507,17 @@ def resumed(path, key):
         return None
 
 
-def measure(model, w, bos=False, interventions=False, path=None):
+COSINES = ("own", "null", "across", "across_null")
+DELTAS = {"own": "delta", "zero": "delta_zero"}  # what is done to a head -> what it costs
+
+
+def measure(model, w, bos=False, interventions=(), path=None):
     """
     Every measure of every head, window by window.
 
-    w: (n, T + 1) token ids. path: keeps what is measured, so that interrupted work resumes at the batch where it was.
-    Returns ({"loss", "delta_all": (n,), "own", "null", "across", "delta": (n, layers, heads)}, H_kv), float64 with NaN
+    w: (n, T + 1) token ids. interventions: keys of DELTAS.
+    path: keeps what is measured, so that interrupted work resumes at the batch where it was.
+    Returns ({"loss", "delta_all": (n,), those of COSINES and DELTAS: (n, layers, heads)}, H_kv), float64 with NaN
     where nothing was measured. Memory beyond these does not grow with n. Raises UserError for a model that would be
     measured wrong, or whose loss is not finite.
     """
@@ -511,13 +527,13 @@ def measure(model, w, bos=False, interventions=False, path=None):
 
     ids, T = torch.as_tensor(w[:1]).to(next(model.parameters()).device), w.shape[1] - 1
     (H, K), L, n = first_look(model, ids), len(model.stack), len(w)
-    shapes = {"loss": (n,), "delta_all": (n,)} | dict.fromkeys(("own", "null", "across", "delta"), (n, L, H))
+    shapes = {"loss": (n,), "delta_all": (n,)} | dict.fromkeys((*COSINES, *DELTAS.values()), (n, L, H))
     key = path and measurement_key(model, w, bos)
     kept = (path and resumed(path, key)) or {
         name: torch.full(s, math.nan, dtype=torch.float64) for name, s in shapes.items()
     }
     measures = {name: t.numpy() for name, t in kept.items()}  # the same memory
-    wanted = ("loss", "delta", "delta_all") if interventions else ("loss",)
+    wanted = ["loss", *(DELTAS[mode] for mode in interventions), *["delta_all"] * ("own" in interventions)]
     most = ROWS if ids.is_cuda else min(ROWS, 2048)  # a CPU is faster while what it works on stays in its cache
     batch = max(1, most // (T * H if interventions else T))  # so that the heads of a layer go together, if they fit
     together = max(1, most // (T * batch))
@@ -534,20 +550,23 @@ def measure(model, w, bos=False, interventions=False, path=None):
             if not np.isfinite(loss).all():
                 raise UserError("the loss is not finite: the weights of this model have diverged")
             for layer, (of_layer, _) in cosines.items():
-                for name, a in zip(("own", "null", "across"), of_layer, strict=True):
+                for name, a in zip(COSINES, of_layer, strict=True):
                     measures[name][rows, layer] = a
             measures["loss"][rows] = loss  # after the cosines: where it is there, they are
-            if interventions:
+            if "own" in interventions:
                 with patch.object(model, "tap", removing({layer: [list(range(H))] for layer in range(L)})):
                     measures["delta_all"][rows] = mean(token_losses(model, ids)[0]) - loss
-            for layer, h in itertools.product(range(L), range(0, H, together)) if interventions else ():
-                heads = list(range(h, min(h + together, H)))
-                alone = removing({layer: [[head] for head in heads]})
-                # below the layer nothing changes: all that the rest needs is what the last one of those gave
-                below = [repeat(outputs[layer - 1], len(heads))] * layer if layer else []
-                with patch.object(model, "tap", alone), returning(model.stack[:layer], below):
-                    removed = mean(token_losses(model, ids.repeat(len(heads), 1))[0])
-                measures["delta"][rows, layer, heads] = (removed.reshape(len(heads), -1) - loss).T
+            for mode in interventions:
+                if np.isfinite(measures[DELTAS[mode]][rows]).all():
+                    continue
+                for layer, h in itertools.product(range(L), range(0, H, together)):
+                    heads = list(range(h, min(h + together, H)))
+                    alone = removing({layer: [[head] for head in heads]}, mode=mode)
+                    # below the layer nothing changes: all that the rest needs is what the last one of those gave
+                    below = [repeat(outputs[layer - 1], len(heads))] * layer if layer else []
+                    with patch.object(model, "tap", alone), returning(model.stack[:layer], below):
+                        removed = mean(token_losses(model, ids.repeat(len(heads), 1))[0])
+                    measures[DELTAS[mode]][rows, layer, heads] = (removed.reshape(len(heads), -1) - loss).T
             if path and time.monotonic() > saved + 10:  # seconds
                 save(path, key, kept)
                 saved = time.monotonic()
@@ -574,7 +593,7 @@ def summarize(measures, n_kv_head):
     Every r with delta is None where effects were not measured, or are no larger than rounding.
     """
     n, L, H = measures["own"].shape
-    flat = {k: measures[k].reshape(n, L * H) for k in ("own", "null", "across", "delta")}
+    flat = {k: measures[k].reshape(n, L * H) for k in (*COSINES, *DELTAS.values())}
     se = flat["delta"].std(0, ddof=1) / math.sqrt(n) if n > 1 else np.full(L * H, np.nan)
     columns = {k: a.mean(0) for k, a in flat.items()} | {"delta_se": se}
     heads = [{"layer": i // H, "head": i % H} | {k: value(a[i]) for k, a in columns.items()} for i in range(L * H)]
@@ -588,6 +607,9 @@ def summarize(measures, n_kv_head):
         "own_minus_null_ci95": [float(c) for c in ci95] or None,
         "explained": value(null.mean() / own.mean()) if abs(own.mean()) >= 0.01 else None,
         "across": value(flat["across"].mean()),
+        "across_null": value(flat["across_null"].mean()),
+        "delta": value(delta.mean()),
+        "delta_zero": value(flat["delta_zero"].mean()),
     }
     effects = bool(np.abs(delta).max() > ROUNDING)  # False where NaN: not measured
     for name, x, known in (("stat", own, True), ("delta", delta, effects)):
@@ -606,7 +628,7 @@ def summarize(measures, n_kv_head):
 # ---------------------------------------------------------------------------------------------------------------------
 # the command
 
-HEADS_FLAGS = {"data": str, "text": str, "windows": int, "window_length": int, "interventions": bool, "bos": bool}
+HEADS_FLAGS = {"data": str, "text": str, "windows": int, "window_length": int, "interventions": bool | str, "bos": bool}
 HEADS_FLAGS |= {"dtype": str, "out": str, "help": bool}
 
 
@@ -617,7 +639,9 @@ def heads_of(name, out, flags):
     chosen = {k: flags[k] for k in ("data", "text", "windows", "window_length", "bos") if k in flags}
     w, text = read_windows(subject, **chosen)
     out = subject.out if out is None else out
-    measures, n_kv_head = measure(model, w, bos, flags.get("interventions", False), out / "heads.pt")
+    asked = flags.get("interventions", False)
+    modes = asked.split(",") if isinstance(asked, str) else ["own"] * asked
+    measures, n_kv_head = measure(model, w, bos, modes, out / "heads.pt")
     T = w.shape[1] - 1 - bos
     report = {"model": subject.label, "parameters": sum(p.numel() for p in model.parameters()), "dtype": dtype}
     report |= {"text": text, "bos": bos} | {k: getattr(subject, k) for k in ("removal", "routing", "val_loss")}
@@ -650,6 +674,8 @@ def heads_command(names, flags):
         raise UserError("name a MODEL or more: python analyze.py heads RUN_FOLDER | ckpt.pt | TRANSFORMERS_MODEL ...")
     if "data" in flags and "text" in flags:
         raise UserError("--data and --text both say on which text to measure: give one of them")
+    if isinstance(asked := flags.get("interventions"), str) and set(asked.split(",")) - set(DELTAS):
+        raise UserError(f"--interventions={asked}: own, zero, or own,zero")
     if flags.get("windows", 1) < 1:
         raise UserError(f"--windows={flags['windows']} must be at least 1")
     if flags.get("dtype", "float32") not in ("float32", "bfloat16", "float16", "float64"):

@@ -370,6 +370,23 @@ def figure_runs(path, report, plan, runs):
 PREDICTORS = {"stat": "own", "null": "null", "own_minus_null": "own − null"}
 
 
+def heads_sentences(report):
+    """One sentence for each check, as Markdown."""
+    s, text = report["summary"], f"{report['windows']:,} windows, {report['tokens']:,} tokens"
+    lines = [f"Noise floor: other text of this length ranks the heads alike by own with r {number(s['r_stat'], '.3f')}"]
+    lines[0] += f", by delta with r {number(s['r_delta'], '.3f')}" * (s["r_delta"] is not None) + f" ({text})."
+    gap = f"{number(s['own_minus_null'], '+.3f')}{between(s['own_minus_null_ci95'], '+.3f')}"
+    shared = f"{number(s['explained'], '.0%')} of own is" if s["explained"] is not None else "own is near 0; it is"
+    lines.append(f"Null: {shared} shared with earlier positions; what is left, own − null, is {gap}.")
+    if report["delta_all"] is None:
+        lines.append("What removal costs was not measured (--interventions).")
+    else:
+        cost = f"{number(report['delta_all'], '+.4f')} nats in all heads at once, {number(s['delta'], '+.5f')} in one"
+        foretold = f"r {number(s['r_stat_delta'], '.2f')} between own and that on other text"
+        lines.append(f"Effect: removing the own value, at all positions but the first, costs {cost}; {foretold}.")
+    return "\n".join(f"- {line}" for line in lines)
+
+
 def markdown_heads(report):
     """heads.json -> heads.md: the numbers, and what each says."""
     summary, effects = report["summary"], report["delta_all"] is not None
@@ -382,18 +399,25 @@ def markdown_heads(report):
         ["r_stat", reliability(summary, "r_stat"), "would other text rank the heads alike by own?"],
     ]
     if summary["across"] is not None:
-        rows.insert(4, ["across", number(summary["across"], "+.3f"), "cosine with the values of the other groups"])
+        gap = f"{number(summary['across'], '+.3f')} − {number(summary['across_null'], '+.3f')}"
+        rows.insert(4, ["across − across_null", gap, "own − null with the values of the other groups"])
     if effects:
         cost = number(report["delta_all"], "+.4f")
         rows.insert(-1, ["delta_all", cost, "nats lost by removing the own value in all heads at once"])
+        rows.insert(-1, ["delta", number(summary["delta"], "+.5f"), "the same in one head, mean over heads"])
         rows.append(["r_delta", reliability(summary, "r_delta"), "and by delta, what removal in one head loses?"])
         for k, name in PREDICTORS.items():
             r, rho = (number(summary[f"r_{k}_delta{end}"], ".3f") for end in ("", "_spearman"))
             ceiling = f", ceiling {number(summary['r_stat_delta_ceiling'], '.3f')}" * (k == "stat")
             rows.append([f"r_{k}_delta", r, f"does {name} foretell delta on other text? Spearman {rho}{ceiling}"])
+    if summary["delta_zero"] is not None:
+        rows.insert(
+            -1, ["delta_zero", number(summary["delta_zero"], "+.5f"), "by setting one head to zero, mean over heads"]
+        )
     groups = f" in {report['n_kv_head']} key-value groups" * (report["n_kv_head"] != report["n_head"])
     lines = [
         f"# {report['model']}: heads",
+        heads_sentences(report),
         f"{report['n_layer']} layers × {report['n_head']} heads{groups}, {report['parameters']:,} parameters,"
         f" {report['dtype']}; {report['windows']:,} windows of {report['window_length']:,} tokens of {report['text']},"
         f" {'with' if report['bos'] else 'without'} a beginning-of-text token in front. Loss of the untouched model:"

@@ -213,17 +213,21 @@ def test_own_null_across_are_the_double_loop(family, saved):
         y, v = heads_and_values(reference, torch.tensor(w[:, :-1]), layer)
         for b in range(2):
             for h in range(4):
-                own, null, across = [], [], []
+                own, null, across, across_null = [], [], [], []
                 for i in range(1, 12):
                     own.append(cosine(y[b, i, h], v[b, i, h // group]))
                     null.append(
                         np.mean([cosine(y[b, i, h], v[b, j, h // group]) for j in range(max(0, i - window + 1), i)])
                     )
-                    across += [cosine(y[b, i, h], v[b, i, g]) for g in range(K) if g != h // group]
+                    others = [g for g in range(K) if g != h // group]
+                    across += [cosine(y[b, i, h], v[b, i, g]) for g in others]
+                    seen = range(max(0, i - window + 1), i)
+                    across_null += [np.mean([cosine(y[b, i, h], v[b, j, g]) for j in seen]) for g in others]
                 assert x["own"][b, layer, h] == pytest.approx(np.mean(own), abs=2e-6)
                 assert x["null"][b, layer, h] == pytest.approx(np.mean(null), abs=2e-6)
                 if group > 1:
                     assert x["across"][b, layer, h] == pytest.approx(np.mean(across), abs=2e-6)
+                    assert x["across_null"][b, layer, h] == pytest.approx(np.mean(across_null), abs=2e-6)
                 else:
                     assert np.isnan(x["across"][b, layer, h])
 
@@ -262,8 +266,8 @@ def test_a_model_whose_positions_see_themselves_only():
 # --- interventions
 
 
-def hooked_loss(model, w, removals, first=1):
-    """Loss of each window with own values removed by hooks on the projections; removals: {layer: heads}."""
+def hooked_loss(model, w, removals, first=1, zero=False):
+    """Loss of each window with own values, or all, removed by hooks on the projections; removals: {layer: heads}."""
     hooks, kept = [], {}
     for layer, chosen in removals.items():
         make_v, part, out = parts(model, layer)
@@ -273,7 +277,7 @@ def hooked_loss(model, w, removals, first=1):
             for h in chosen:
                 for i in range(first, y.shape[1]):
                     a, d = y[:, i, h].clone(), v[:, i, h // (4 // v.shape[2])]
-                    y[:, i, h] = a - (a * d).sum(-1, keepdim=True) / (d * d).sum(-1, keepdim=True) * d
+                    y[:, i, h] = 0 if zero else a - (a * d).sum(-1, keepdim=True) / (d * d).sum(-1, keepdim=True) * d
             return (y.flatten(-2),)
 
         hooks += [
@@ -295,13 +299,15 @@ def test_delta_is_a_difference_of_two_forward_passes(family, saved):
         model = reference = ours(n_kv_head=2 if "grouped" in family else None)
     else:
         (model, _), reference = heads.open_model(saved(family)), eager(saved(family))
-    x, _ = heads.measure(model, W, interventions=True)
+    x, _ = heads.measure(model, W, interventions=["own", "zero"])
     untouched = hooked_loss(reference, W, {})
     assert x["loss"] == pytest.approx(untouched, abs=1e-5)
     for layer in range(2):
         for h in range(4):
             want = hooked_loss(reference, W, {layer: [h]}) - untouched
             assert x["delta"][:, layer, h] == pytest.approx(want, abs=1e-5)
+            want = hooked_loss(reference, W, {layer: [h]}, zero=True) - untouched
+            assert x["delta_zero"][:, layer, h] == pytest.approx(want, abs=1e-5)
     assert np.abs(x["delta"]).max() > 0.01
     want = hooked_loss(reference, W, {0: range(4), 1: range(4)}) - untouched
     assert x["delta_all"] == pytest.approx(want, abs=1e-5)
@@ -333,15 +339,15 @@ def test_removing_everywhere_is_the_self_arm(n_kv_head):
     arm.load_state_dict(model.state_dict())
     model.tap = heads.removing({0: [[0, 1, 2, 3]], 1: [[0, 1, 2, 3]]}, first=0)
     assert torch.equal(heads.token_losses(model, torch.tensor(W))[0], heads.token_losses(arm, torch.tensor(W))[0])
-    x, K = heads.measure(arm, W, interventions=True)
+    x, K = heads.measure(arm, W, interventions=["own"])
     assert heads.summarize(x, K)["summary"]["r_delta"] is None  # no reliability of rounding
     assert np.abs(x["delta"]).max() < 1e-6 and np.abs(x["delta_all"]).max() < 1e-6  # zero by construction
 
 
 def test_small_batches_change_nothing(monkeypatch):
-    whole, _ = heads.measure(ours(), W, interventions=True)
+    whole, _ = heads.measure(ours(), W, interventions=["own"])
     monkeypatch.setattr(heads, "ROWS", 40)  # one window and one head at a time
-    single, _ = heads.measure(ours(), W, interventions=True)
+    single, _ = heads.measure(ours(), W, interventions=["own"])
     for k, a in whole.items():
         assert single[k] == pytest.approx(a, abs=1e-5, nan_ok=True)
 
@@ -358,7 +364,7 @@ model = GPT(GPTConfig(block_size=128, vocab_size=2000, n_layer=1, n_head=4, n_em
 model.stack, model.sees = list(model.h), [None]
 w = np.random.default_rng(0).integers(0, 2000, (400, 129))
 for n in (64, 400):
-    heads.measure(model, w[:n], interventions=True)
+    heads.measure(model, w[:n], interventions=["own"])
     print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024)
 """
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=ROOT, check=True)
@@ -481,11 +487,11 @@ def test_the_command_writes_a_report(work, capsys):
     assert expected | {"heads", "summary"} <= set(r)
     assert r["windows"] == 6 and r["window_length"] == 40 and r["dtype"] == "float32"
     assert len(r["heads"]) == 8 and r["heads"][5]["layer"] == 1 and r["heads"][5]["head"] == 1
-    assert set(r["heads"][0]) == {"layer", "head", "own", "null", "across", "delta", "delta_se"}
+    assert set(r["heads"][0]) == {"layer", "head", *heads.COSINES, *heads.DELTAS.values(), "delta_se"}
     import prepare
 
     w = prepare.windows(prepare.load("data/tiny")[1], 40)[[0, 2, 4, 6, 8, 10]]  # 12 windows, so every other
-    x, _ = heads.measure(ours(), np.asarray(w, np.int64), interventions=True)
+    x, _ = heads.measure(ours(), np.asarray(w, np.int64), interventions=["own"])
     assert r["loss"] == pytest.approx(float(window_losses(ours(), w).mean()), abs=1e-6)
     own, delta = x["own"].reshape(6, 8), x["delta"].reshape(6, 8)
     s = r["summary"]
@@ -510,7 +516,8 @@ def test_without_interventions_delta_is_null(work):
 
 def measured(own, null, delta):
     """What heads.measure() would return for one layer of heads: (windows, heads) each."""
-    x = {"own": own, "null": null, "delta": delta, "across": np.full(own.shape, np.nan)}
+    x = {"own": own, "null": null, "delta": delta}
+    x |= dict.fromkeys(("across", "across_null", "delta_zero"), np.full(own.shape, np.nan))
     return {k: a[:, None, :] for k, a in x.items()} | {"loss": np.ones(len(own)), "delta_all": np.ones(len(own))}
 
 
@@ -532,14 +539,15 @@ def test_no_point_of_a_figure_lies_outside_its_axes(tmp_path, monkeypatch):
 
 
 def test_explained_is_null_where_own_is_near_zero():
-    x = {k: np.full((2, 1, 2), v) for k, v in {"own": 0.005, "null": 0.004, "across": np.nan, "delta": np.nan}.items()}
+    values = {"own": 0.005, "null": 0.004} | dict.fromkeys(("across", "across_null", "delta", "delta_zero"), np.nan)
+    x = {k: np.full((2, 1, 2), v) for k, v in values.items()}
     s = heads.summarize(x | {"loss": np.ones(2), "delta_all": np.full(2, np.nan)}, 2)["summary"]
     assert s["explained"] is None and s["own"] == pytest.approx(0.005)
 
 
 def test_interrupted_work_resumes(work, monkeypatch):
     model, path = ours(), work / "heads.pt"
-    whole, _ = heads.measure(model, W, interventions=True)
+    whole, _ = heads.measure(model, W, interventions=["own"])
     monkeypatch.setattr(heads, "ROWS", 160)  # one window at a time
     real, calls = heads.token_losses, []
 
@@ -551,29 +559,29 @@ def test_interrupted_work_resumes(work, monkeypatch):
 
     monkeypatch.setattr(heads, "token_losses", stops)
     with pytest.raises(KeyboardInterrupt):
-        heads.measure(model, W, interventions=True, path=path)
+        heads.measure(model, W, interventions=["own"], path=path)
     calls.clear()
     monkeypatch.setattr(heads, "token_losses", lambda *a, **k: calls.append(1) or real(*a, **k))
-    x, _ = heads.measure(model, W, interventions=True, path=path)
+    x, _ = heads.measure(model, W, interventions=["own"], path=path)
     resumed = len(calls)
     for k, a in whole.items():
         assert x[k] == pytest.approx(a, abs=1e-5, nan_ok=True)
     calls.clear()
-    heads.measure(model, W, interventions=True, path=path)
+    heads.measure(model, W, interventions=["own"], path=path)
     assert len(calls) == 1  # all is there: one pass that finds the shapes
     calls.clear()
-    heads.measure(ours(seed=1), W, interventions=True, path=path)  # other weights: nothing carries over
+    heads.measure(ours(seed=1), W, interventions=["own"], path=path)  # other weights: nothing carries over
     assert len(calls) == 1 + 3 * 4 > resumed
     turned = ours(seed=1)
     with torch.no_grad():
         turned.h[0].attn.c_proj.weight.copy_(turned.h[0].attn.c_proj.weight.flip(0))  # the same numbers, elsewhere
     calls.clear()
-    heads.measure(turned, W, interventions=True, path=path)
+    heads.measure(turned, W, interventions=["own"], path=path)
     assert len(calls) == 1 + 3 * 4
     altered = torch.load(path, weights_only=True)
     altered["own"] = altered["own"] * 100
     torch.save(altered, path)  # not what was measured: measured again
-    again = heads.measure(turned, W, interventions=True, path=path)[0]
+    again = heads.measure(turned, W, interventions=["own"], path=path)[0]
     assert len(calls) == 2 * (1 + 3 * 4) and np.abs(again["own"]).max() <= 1
     path.write_bytes(path.read_bytes()[:100])  # damaged: measured again
     assert heads.measure(model, W, path=path)[0]["loss"] == pytest.approx(whole["loss"], abs=1e-5)
@@ -706,7 +714,7 @@ def test_a_refusal_or_an_error_inside_leaves_the_model_as_it_was(saved):
         heads.measure(model, W)
     hook.remove()
     assert model.tap is mine and model.config._attn_implementation == "tapped"
-    a, b = heads.measure(model, W, interventions=True)[0], heads.measure(fresh, W, interventions=True)[0]
+    a, b = heads.measure(model, W, interventions=["own"])[0], heads.measure(fresh, W, interventions=["own"])[0]
     assert model.tap is mine and all(np.array_equal(a[k], b[k], equal_nan=True) for k in b)
 
 
