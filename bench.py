@@ -1,18 +1,21 @@
 """
 How fast, beside what people use now and beside what the machine can do.
 
-    python bench.py [--quick] [--only=WORD]
+    python bench.py [--quick] [--only=WORD] [--nanogpt=FOLDER]
 
 One table of ratios. The two sides of a ratio run in turn inside one process, so that a busy machine slows both; shown
 are the median over the rounds and, in brackets, the least and the greatest. A training step is forward, backward,
 clipping and optimizer, on real tokens. A row without brackets is one measurement. A peer that is not installed
-(requirements-bench.txt) leaves its row empty.
+(requirements-bench.txt), or not there (nanoGPT's folder), leaves its row empty. Rows that say "in processes" run each
+side in a process of its own, in turn, so that each has its own allocator.
 """
 
 import contextlib
 import itertools
 import json
 import os
+import random
+import resource
 import statistics
 import subprocess
 import sys
@@ -24,7 +27,7 @@ import torch
 
 import prepare
 import train
-from configurator import UserError, cli, parse
+from configurator import UserError, cli, keep_memory, parse
 from model import GPT, GPTConfig, window_losses
 
 HERE = Path(__file__).resolve().parent
@@ -34,6 +37,7 @@ SHAPES = {  # name: model, sequences a step
     "124M": ({"n_layer": 12, "n_head": 12, "n_embd": 768, "block_size": 1024, "vocab_size": 50304, "bias": False}, 1),
 }
 QUICK = ("steps", "start")
+FOLDER = {"nanogpt": ""}  # of nanoGPT, if it is there
 DATA = Path(tempfile.gettempdir()) / "nanoablate-bench"
 
 
@@ -162,6 +166,96 @@ def share(step, shape, batch, rounds):
     rate = operations / statistics.median(t[1] for t in times)
     text = f"{middle} [{least}, {most}]  ({rate / 1e9:,.0f} GFLOP/s)"
     row("share of bf16 matrix products, 10M", f"(6N + 12 L C T) a token : {step.says}", "≥ 68%", text)
+
+
+def nanogpt_step(folder, shape, batch, dtype):
+    """The same with nanoGPT's own model, as its train.py takes a step."""
+    import importlib.util
+
+    spec = importlib.util.spec_from_file_location("nanogpt_model", Path(folder) / "model.py")
+    theirs = importlib.util.module_from_spec(spec)
+    sys.modules["nanogpt_model"] = theirs
+    with contextlib.redirect_stdout(sys.stderr):
+        spec.loader.exec_module(theirs)
+        model = theirs.GPT(theirs.GPTConfig(**shape, dropout=0.0)).train()
+        optimizer = model.configure_optimizers(0.1, 1e-3, (0.9, 0.95), "cpu")
+    data, counter = tokens(), itertools.count()
+
+    def run():
+        rows = train.batch(data, 0, next(counter), batch, shape["block_size"])
+        with torch.autocast("cpu", torch.bfloat16, enabled=dtype == "bfloat16"):
+            _, loss = model(rows[:, :-1], rows[:, 1:].contiguous())
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        return float(loss)
+
+    return run
+
+
+def serve(what):
+    """One side of a row in this process: a step for each line that comes, answered by its seconds and page faults."""
+    side, name, memory, folder = what.split(",", 3)
+    if memory == "kept":
+        keep_memory()
+    shape, batch = SHAPES[name]
+    dtype = "bfloat16" if "bfloat16" in side else "float32"
+    if side.startswith("nanogpt"):
+        step = nanogpt_step(folder, shape, batch, dtype)
+    elif side == "auto":
+        step = our_step(shape, batch)
+    else:
+        step = our_step(shape, batch, dtype=dtype, compile="compiled" in side)
+    for _ in sys.stdin:
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+        time_of_step = seconds(step)
+        print(time_of_step, resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before, flush=True)
+
+
+def served(sides, name, rounds, folder=""):
+    """Steps of the sides in processes of their own, in shuffled turns -> seconds (rounds, sides), faults of a step."""
+    with contextlib.ExitStack() as running:
+        children = []
+        for side, memory in sides:
+            call = [sys.executable, str(HERE / "bench.py"), f"--serve={side},{name},{memory},{folder}"]
+            children.append(running.enter_context(subprocess.Popen(call, stdin=subprocess.PIPE, stdout=-1, text=True)))
+        times, faults = [[0.0] * len(sides) for _ in range(rounds)], [0] * len(sides)
+        for i in range(-2, rounds):  # not the first calls: they allocate, and compile
+            for k in random.Random(i).sample(range(len(sides)), len(sides)):
+                print(file=children[k].stdin, flush=True)
+                took, count = children[k].stdout.readline().split()
+                if i >= 0:
+                    times[i][k], faults[k] = float(took), int(count)
+        for child in children:
+            child.stdin.close()
+    return times, faults
+
+
+def bench_auto(rounds):
+    """What auto takes beside every other choice; the same twice shows the noise."""
+    choices = ["float32", "float32 again", "float32 compiled", "bfloat16", "bfloat16 compiled"]
+    for name in SHAPES:
+        times, _ = served([("auto", "kept"), *((c, "kept") for c in choices)], name, 2 * rounds)
+        for k, choice in enumerate(choices, 1):
+            middle, least, most = spread(times, k, 0)
+            goal = "≥ 1" if choice == "float32" else ""
+            row(f"{choice}, {name}, in processes", "what auto takes", goal, f"{middle:.2f} [{least:.2f}, {most:.2f}]")
+
+
+def bench_nanogpt(rounds):
+    """nanoGPT's own model with the allocator as it is, against ours; then both with the allocator kept."""
+    if not (folder := FOLDER["nanogpt"]):
+        row("training step beside nanoGPT's model", "nanoGPT", "", "not there: --nanogpt=FOLDER")
+        return
+    for name in ("10M", "124M"):
+        sides = [("nanogpt", "as it is"), ("auto", "kept"), ("nanogpt", "kept"), ("auto", "as it is")]
+        times, faults = served(sides, name, 2 * rounds, folder)
+        for a, b, goal in ((0, 1, "≥ 1.2"), (2, 1, ""), (3, 1, "")):
+            middle, least, most = spread(times, a, b)
+            against = f"ours, memory {sides[b][1]}; faults {faults[a]:,} : {faults[b]:,}"
+            measure = f"{sides[a][0]}, {name}, memory {sides[a][1]}, in processes"
+            row(measure, against, goal, f"{middle:.2f} [{least:.2f}, {most:.2f}]")
 
 
 def bench_removal(rounds):
@@ -381,6 +475,24 @@ def bench_start(rounds):
     row("`python train.py` to the first step, demo", "", "", f"{first:.1f} s; unused imports: {heavy or 'none'}")
 
 
+def bench_data(rounds):
+    """The start of an experiment on much text: the first reads and counts all of it, later ones neither."""
+    n = 10**9 if rounds > 2 else 10**8
+    with tempfile.TemporaryDirectory() as place:
+        folder = Path(place) / "data/big"
+        folder.mkdir(parents=True)
+        piece = (torch.arange(10**7) * 2654435761 % 50257).to(torch.uint16).numpy().tobytes()
+        with open(folder / "train.bin", "wb") as f:
+            for _ in range(n // 10**7):
+                f.write(piece)
+        (folder / "val.bin").write_bytes(piece[: 2 * 10**5])
+        call = [sys.executable, str(HERE / "train.py"), str(HERE / "config/demo.py"), "--dataset=big", "--plan"]
+        call.append("--vocab_size=50304")
+        times = [seconds(lambda: subprocess.run(call, cwd=place, check=True, stdout=-1)) for _ in range(3)]
+    text = f"first {times[0]:.1f} s, later {times[1]:.1f} s, {times[2]:.1f} s"
+    row(f"start with {n / 1e9:g} billion tokens", "", "≤ 5 s", f"{text}; validation comes after it")
+
+
 PEAK = {  # dense bfloat16 operations a second, by what the device's name holds; the first that fits
     "B200": 2250e12, "H200 NVL": 835e12, "H200": 989e12, "H100 NVL": 835e12, "H100 PCIe": 756e12, "H100": 989e12,
     "A100": 312e12, "L40S": 362e12, "L40": 181e12, "A10G": 70e12, "A10": 125e12, "L4": 121e12, "4090": 165e12,
@@ -415,13 +527,16 @@ def bench_gpu(rounds):
 
 
 def main(argv):
-    _, flags = parse(argv, {"quick": bool, "only": str, "peak": str, "help": bool})
+    _, flags = parse(argv, {"quick": bool, "only": str, "peak": str, "serve": str, "nanogpt": str, "help": bool})
     if flags.get("help"):
         print(__doc__.strip())
         return
     if "peak" in flags:
         print(peak(flags["peak"]))
         return
+    if "serve" in flags:
+        return serve(flags["serve"])
+    FOLDER["nanogpt"] = flags.get("nanogpt", "")
     quick = flags.get("quick", False)
     benches = {k.removeprefix("bench_"): v for k, v in globals().items() if k.startswith("bench_")}
     if flags.get("only", "") not in ("", *benches):
@@ -435,4 +550,4 @@ def main(argv):
 
 
 if __name__ == "__main__":
-    cli(main)
+    cli(main, keep=not any(arg.startswith("--serve") for arg in sys.argv))

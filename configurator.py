@@ -43,9 +43,10 @@ def keep_memory():
         libc.mallopt(-1, 2**31 - 1)  # M_TRIM_THRESHOLD, bytes
 
 
-def cli(main):
-    """Run main(arguments) as a command: an error for people is one line and exit status 2."""
-    keep_memory()
+def cli(main, keep=True):
+    """Run main(arguments) as a command: an error for people is one line and exit status 2. keep: memory, as above."""
+    if keep:
+        keep_memory()
     for out in (sys.stdout, sys.stderr):
         out.reconfigure(errors="backslashreplace")  # a POSIX locale must not turn a message into a crash
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # as an exception, so that nothing is left half-written
