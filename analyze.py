@@ -4,8 +4,8 @@ Finished runs -> a verdict.
     python analyze.py runs OUT               sentences, statistics, audit and figures of an experiment of train.py
     python analyze.py table FILE.csv --contrasts=A:B[,C:3.28] [--unmatched] [--margin=0.02] [--alpha=0.05] [--out=DIR]
     python analyze.py sample RUN... [--prompt=TEXT] [--tokens=256] [--temperature=1.0] [--seed=0]
-    python analyze.py heads MODEL... [--data=NAME | --text=FILE] [--windows=64] [--window_length=T] [--interventions]
-                                     [--bos] [--dtype=float32] [--out=DIR]
+    python analyze.py heads MODEL... [--data=NAME | --text=FILE] [--windows=64] [--window_length=T] [--bos]
+                                     [--interventions[=own,zero]] [--dtype=float32] [--out=DIR]
 
 `runs` reads OUT/plan.json and each run's log.jsonl, re-measures every checkpoint that is there, and writes report.json,
 report.md, contrasts.csv, contrasts.png and report.png into OUT. All losses are nats per token.

@@ -189,7 +189,7 @@ def nanogpt_step(folder, shape, batch, dtype):
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
-        return float(loss)
+        return float(loss.detach())
 
     return run
 

@@ -1,7 +1,23 @@
 """
 Numbers -> what a reader sees: report.md, heads.md, tables, figures.
 
-Nothing is computed here that a JSON file does not hold.
+Nothing is computed here that a JSON file does not hold. All losses are nats per token; null is "not defined".
+
+report.json
+    status, deviations      confirmatory only if nothing deviates from the plan; a sentence for each deviation
+    plan_sha256             of the file plan.json, to be compared with the committed one
+    look                    the number of seeds of the planned look that is reported; null without looks
+    rules                   of the decision, as this report applied them
+    pairing                 what matching bought: mean correlation of the two sides over seeds, r with ci95
+    references              losses of counts on the training text: unigram, bigram
+    arms                    n finished, n_finite, mean, sd, min, max, best_mean over seeds; seeds: the loss of each;
+                            settings of the arm, parameters, seconds (median of a run), sample (what its first run wrote)
+    contrasts               a, b (first minus second; an interaction has pairs), chosen (arms of families), what `paired`
+                            in analyze.py returns, differences by seed, family (their number), p_holm, verdict, sentence,
+                            within_margin, predicted, ci_predicted, as_predicted, se_seed and se_text (standard errors
+                            over seeds and over blocks of text); contrasts.csv has the same in rows
+    edges                   arms that were chosen at the edge of their grid
+    audit                   checked, max_abs_diff (of a window), max_abs_diff_path, failed runs, runs: digest of each
 """
 
 import csv
