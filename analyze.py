@@ -13,13 +13,10 @@ report.md, contrasts.csv, contrasts.png and report.png into OUT. All losses are 
 `table` gives the same statistics for losses from anywhere: columns arm, seed, loss. A number may stand for the second
 side. Without a seed column, or with --unmatched, nothing is paired: Welch's test. It is always exploratory.
 
-`heads` measures how far each attention head's output points along its own value (own), how far it points along earlier
-ones (null), and with --interventions what removing the own value does to the loss (delta). MODEL is a run folder, a
-ckpt.pt, or a transformers model that runs on its attention interface. Writes heads.json, heads.csv, heads.md and
-figures into RUN/heads, or out/heads/MODEL; heads.pt beside them holds what is measured, so interrupted work resumes.
-Default text: what a run was validated on; of its windows (at most 1,024 tokens long) 64, evenly spaced.
+`heads` is described in heads.py: how far heads align with their own values, and what removing that does. MODEL is a run
+folder, a ckpt.pt, or a transformers model. Writes into RUN/heads, or out/heads/MODEL; interrupted work resumes.
 
-remove_direction (in model.py), causal_null and split_half (in heads.py), paired, holm and signflip are plain functions.
+paired, holm, signflip here and causal_null, split_half in heads.py are plain functions of arrays.
 """
 
 import bisect
@@ -28,7 +25,6 @@ import fnmatch
 import hashlib
 import json
 import math
-import os
 import statistics
 from pathlib import Path
 
@@ -254,16 +250,16 @@ def decide(contrasts, alpha, margin):
 def sentence(c, alpha, margin):
     """A contrast in plain words."""
     a, b = c.get("chosen") or (side_name(c["a"]), side_name(c["b"]))
-    tuned = f" (chosen for {c['a']} and {c['b']})" if c.get("chosen") else ""
+    tuned = f" Chosen for {c['a']} and {c['b']} on other seeds" if c.get("chosen") else ""
     if c["verdict"] is None:
         seen = "" if c["mean"] is None else f" (seen: {c['mean']:+.4f} nats)"
-        return f"{a} − {b}{tuned} is not computed{seen}: {c['reason']}."
+        return f"{a} − {b} is not computed{seen}: {c['reason']}."
     digits = 3 if abs(c["mean"]) >= 0.1 else 4
     n = f"{c['n']} {c.get('unit', 'seeds')}"
     low, high = (f"{x:+.{digits}f}" for x in c["ci95"])
     said = {True: ": as predicted", False: ": not as predicted", None: ""}[c.get("as_predicted")]
     if c.get("predicted") and c["as_predicted"] is None:
-        said = ": whether as predicted stays undecided"
+        said = ". Whether as predicted stays undecided"
     if c["verdict"] in ("higher", "lower"):
         low, high = (f"{x:.{digits}f}" for x in (c["ci95"] if c["mean"] > 0 else [-x for x in reversed(c["ci95"])]))
         where = "above" if c["mean"] > 0 else "below"
@@ -274,15 +270,16 @@ def sentence(c, alpha, margin):
         low, high = (f"{x:+.4f}" for x in c["ci_equivalence"])
         text = f"{a} and {b} are equivalent within {margin:g} nats ({level:.4g}% interval {low} to {high}, {n})"
     else:
-        text = f"{a} − {b} is undecided: {c['mean']:+.{digits}f} nats seen (95% interval {low} to {high}, {n})"
+        text = f"{a} − {b} is undecided (p_holm {c['p_holm']:.2g}): {c['mean']:+.{digits}f} nats seen"
+        text += f" (95% interval {low} to {high}, {n})"
         if c["mde80"] is not None:
             text += f". {n} find a difference of {c['mde80']:.3g} with 80% power"
         if c["n_for_margin"] is not None:
             text += f", about {c['n_for_margin']} one as large as the margin of {margin:g}"
             text += f" (but {c['n']} hardly tell the spread)" * (c["n"] < 5)
         if c.get("as_predicted"):
-            said = ". What was predicted is a one-sided question, and holds"
-    return text + tuned + said + "."
+            said = ". The prediction is a one-sided question without this correction, and it holds"
+    return text + said + (f".{tuned}".replace(" (", " ").replace(")", "") if tuned else "") + "."
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -293,15 +290,11 @@ PATH_TOLERANCE = {"float32": 1e-5, "bfloat16": 5e-3}  # of the training path: co
 RECORD = ("arm", "seed", "status", "iter", "val_loss", "window_losses", "config", "data", "source", "torch")
 
 
-def no_number(name):
-    raise ValueError(f"{name} is no number")
-
-
 def last_row(folder):
     """The record that ends a finished run's log.jsonl, or None."""
     try:
         lines = (folder / "log.jsonl").read_text(encoding="utf-8").splitlines()
-        rows = [json.loads(line, parse_constant=no_number) for line in lines]
+        rows = [json.loads(line, parse_constant=int) for line in lines]  # int refuses NaN and Infinity by name
         if strange := [n for n, row in enumerate(rows, 1) if not isinstance(row, dict) or "iter" not in row]:
             raise ValueError(f"line {strange[0]} is no row")
         if not rows or "status" not in rows[-1]:
@@ -341,10 +334,12 @@ def unplanned(plan, run, arm, seed, bound):
     return lines
 
 
-def read_runs(out, plan, seeds):
-    """-> ({(arm, seed): last row, or None for a planned run that is not finished}, deviations from the plan)."""
-    runs = {(arm, seed): last_row(out / arm / f"seed{seed}") for arm in plan["arms"] for seed in plan["seeds"]}
+def deviations_of(out, plan, runs, seeds):
+    """A sentence for each kind of deviation from the plan. seeds: those that the report uses; others may be missing."""
     deviations = []
+    for name, losses in plan["reference_windows"].items():
+        if losses and abs(plan["references"][name] - np.mean(losses)) > 1e-9:
+            deviations.append(f"The reference {name} in plan.json is not the mean of its windows.")
     if (rules := plan.get("rules")) != RULES:
         deviations.append(f"The plan decides by {rules or 'rules that it does not name'}; this report by: {RULES}.")
     for note in plan["amendments"]:
@@ -358,16 +353,16 @@ def read_runs(out, plan, seeds):
     bound = binding(plan)
     for (arm, seed), run in runs.items():
         lines = unplanned(plan, run, arm, seed, bound) if run else ["is planned and not finished"]
-        for line in lines if run or seed in seeds(runs) else ():
+        for line in lines if run or seed in seeds else ():
             clauses.setdefault(line, []).append(f"{arm}/seed{seed}")
     for line, names in clauses.items():
         more = f"; so with {len(names) - 1} more: {', '.join(names[1:4])}{', ...' * (len(names) > 4)}"
         deviations.append(f"Run {names[0]} {line}{more * (len(names) > 1)}.")
-    return runs, deviations
+    return deviations
 
 
 def complete_looks(plan, runs):
-    """The planned looks at which all runs of the first n seeds are there, and [the number of seeds] without looks."""
+    """The planned looks whose first n seeds are all there, or the first; without looks, [the number of seeds]."""
     looks = plan.get("looks") or [len(plan["seeds"])]
     whole = [n for n in looks if all(runs[arm, seed] for arm in plan["arms"] for seed in plan["seeds"][:n])]
     return whole or looks[:1]
@@ -462,12 +457,11 @@ def contrasts_at(plan, runs, looks):
     for n in looks:
         now = [contrast(plan, runs, plan["seeds"][:n], alpha, *planned) for planned in plan["contrasts"]]
         now = decide(now, alpha, plan["margin"])
+        for c in now if plan.get("looks") else ():
+            c["sentence"] += f" At the look of {n} seeds."
         if final is not None:
             now = [new if old["verdict"] in (None, "undecided") else old for old, new in zip(final, now, strict=True)]
         final = now
-    if plan.get("looks"):
-        for c in final:
-            c["sentence"] = f"{c['sentence'][:-1]} (look at {c['n']} seeds)."
     return final
 
 
@@ -489,7 +483,7 @@ def audit(out, plan, runs, previous):
 
     The windows in float32 as in training, the training-path batch under the run's own autocast, and the digest of the
     weights. A difference means that what was trained or measured is not what the config says. previous: the audit of an
-    earlier report; what it measured counts for a run whose checkpoint is not here and whose weights are the same.
+    earlier report; what it measured counts for a run whose checkpoint is not here and whose record is the same.
     """
     result = {"checked": 0, "max_abs_diff": None, "max_abs_diff_path": None, "failed": [], "sentences": [], "runs": {}}
     here = {run for run in runs if runs[run] and (out / run[0] / f"seed{run[1]}" / "ckpt.pt").exists()}
@@ -511,18 +505,16 @@ def audit(out, plan, runs, previous):
         if sha != ckpt["data"]["val_sha256"]:
             raise UserError(f"data/{c['dataset']}/val.bin is not the text of {name}: prepare it as it was then")
         problems = [f"ckpt.pt and log.jsonl differ in {line}" for line in differences(row, ckpt)]
+        saved = ckpt["window_losses"]
+        both = ckpt | {"window_losses": saved if saved is None else saved.tolist()}
+        shared = [k for k in both if k in row and k not in ("config", "data", "source")]
+        problems += [f"ckpt.pt and log.jsonl differ in {k}" for k in shared if both[k] != row[k]]
         if counted != plan["reference_windows"] and ckpt["data"] == plan["data"]:
             problems.append("the references in plan.json are not those of the text")
-        if row.get("weights_sha256") not in (None, digest(ckpt["model"])):
+        if ckpt.get("weights_sha256") not in (None, digest(ckpt["model"])):
             problems.append("its weights are not those that were trained (weights_sha256)")
-        if ckpt["val_history"] != row["val_history"]:
-            problems.append("ckpt.pt and log.jsonl hold different validation losses during training")
-        if ckpt["status"] != row["status"]:
-            problems.append(f"ckpt.pt says {ckpt['status']}, log.jsonl {row['status']}")
-        elif ckpt["status"] == "finished":
-            saved = ckpt["window_losses"].numpy()
-            if list(saved) != list(row["window_losses"]):
-                problems.append("ckpt.pt and log.jsonl hold different losses")
+        if ckpt["status"] == row["status"] == "finished":
+            saved = saved.numpy()
             both = min(len(windows), len(saved))  # a changed eval_tokens is named above
             model.to(device)
             diff = float(np.abs(window_losses(model, windows[:both]).numpy() - saved[:both]).max())
@@ -536,7 +528,7 @@ def audit(out, plan, runs, previous):
             if not all(p.isfinite().all() for p in model.parameters()):
                 problems = ["the weights in ckpt.pt are not finite"]
             finite = [x if math.isfinite(x) else None for x in (diff, path)]
-            result["runs"][name] = {"weights_sha256": row.get("weights_sha256"), "diff": finite[0], "path": finite[1]}
+            result["runs"][name] = {"record_sha256": digest(row), "diff": finite[0], "path": finite[1]}
         if problems:
             result["failed"].append(name)
             where = "on re-measuring a model built from its saved config"
@@ -544,11 +536,14 @@ def audit(out, plan, runs, previous):
     old, measured = previous or {}, {f"{arm}/seed{seed}" for arm, seed in here}
     known = {f"{arm}/seed{seed}": row for (arm, seed), row in runs.items() if row}
     carried = [x for x in old.get("runs", {}).items() if x[0] in known and x[0] not in measured]
-    carried = {k: v for k, v in carried if v["weights_sha256"] == known[k].get("weights_sha256") is not None}
+    carried = {k: v for k, v in carried if v["record_sha256"] == digest(known[k])}
     for name, text in zip(old.get("failed", ()), old.get("sentences", ()), strict=False):
         if name not in measured:  # a failure is not forgotten with its checkpoint
             result["failed"].append(name)
             result["sentences"].append(text)
+    for name in sorted(set(old.get("runs", {})) & set(known) - measured - set(carried)):
+        result["failed"].append(name)
+        result["sentences"].append(f"The record of run {name} is not the one that an earlier report audited.")
     result["runs"] |= carried
     result |= {"checked": len(result["runs"]), "carried_over": len(carried)}
     for key, diff in (("max_abs_diff", "diff"), ("max_abs_diff_path", "path")):
@@ -562,9 +557,11 @@ def report_runs(out):
         raise UserError(f"{out}/plan.json not found: name the folder of an experiment that train.py made")
     plan = read_json(out / "plan.json", *PLAN)
     sha = hashlib.sha256((out / "plan.json").read_bytes()).hexdigest()
-    runs, deviations = read_runs(out, plan, lambda runs: plan["seeds"][: complete_looks(plan, runs)[-1]])
+    # {(arm, seed): last row, or None for a planned run that is not finished}
+    runs = {(arm, seed): last_row(out / arm / f"seed{seed}") for arm in plan["arms"] for seed in plan["seeds"]}
     looks = complete_looks(plan, runs)
     seeds = plan["seeds"][: looks[-1]]
+    deviations = deviations_of(out, plan, runs, seeds)
     try:
         old = read_json(out / "report.json", "plan_sha256", "audit", "arms")
     except UserError:  # none, or a damaged one, which is written anew
@@ -590,10 +587,11 @@ def report_runs(out):
             "seconds": statistics.median(r["seconds"] for r in there) if there and "seconds" in there[0] else None,
             "sample": there[0].get("sample") if there else None,
         }
-    previous = old["audit"] if old["plan_sha256"] == sha else None
-    if previous and any(a["seeds"] != old["arms"].get(arm, {}).get("seeds") for arm, a in arms.items()):
-        previous = {k: previous[k] for k in ("failed", "sentences")} | {"runs": {}, "checked": 0}  # of other losses
-    checked = audit(out, plan, runs, previous)
+    if old["plan_sha256"] != sha or not isinstance(old["audit"], dict):
+        old = {}
+    if (old.get("look") or 0) > looks[-1]:
+        deviations.append(f"An earlier report was made at the look of {old['look']} seeds, of which runs are gone.")
+    checked = audit(out, plan, runs, old.get("audit"))
     deviations += checked["sentences"]
     contrasts = contrasts_at(plan, runs, looks)
     both = [c for c in contrasts if isinstance(c["a"], str) and c["n"] >= 8 and c["b"] not in REFERENCES]
@@ -674,7 +672,10 @@ def write_report(out, report, text):
 
 def runs_command(out):
     out = Path(out)
-    report, plan, runs = report_runs(out)
+    try:
+        report, plan, runs = report_runs(out)
+    except (TypeError, KeyError, IndexError, AttributeError, RecursionError, RuntimeError) as e:
+        raise UserError(f"{out}: a file of it is damaged ({type(e).__name__}: {str(e)[:120]}): restore it") from e
     name = Path(plan["config"]["out_dir"]).name
     text = markdown(report, plan, name)
     found = sorted(out.rglob("heads.json"))
@@ -703,8 +704,8 @@ def read_table(path):
         except (TypeError, ValueError):
             raise UserError(f"{path} row {n}: loss is {row['loss']!r}, it must be a number") from None
         seed = row.get("seed") or n
-        if not math.isfinite(loss) or seed in arms.setdefault(row["arm"], {}):
-            what = f"seed {seed} of {row['arm']} is there twice" if math.isfinite(loss) else "the loss is not finite"
+        if not abs(loss) < 1e9 or seed in arms.setdefault(row["arm"], {}):
+            what = f"seed {seed} of {row['arm']} is there twice" if abs(loss) < 1e9 else "the loss is not finite"
             raise UserError(f"{path} row {n}: {what}; take the row out")
         arms[row["arm"]][seed] = loss
     return arms, "seed" in rows.fieldnames
@@ -715,28 +716,28 @@ def table_command(path, flags):
     arms, matched = read_table(path)
     matched = matched and not flags.get("unmatched", False)
     alpha, margin = flags.get("alpha", 0.05), flags.get("margin", 0.02)
+    if not 1e-9 < alpha < 0.5 or not 0 < margin < 1e9:
+        raise UserError(f"--alpha={alpha} must lie between 0 and 0.5, and --margin={margin} above 0")
     pairs = [pair.partition(":")[::2] for pair in flags.get("contrasts", "").split(",")]
     contrasts = []
     for a, b in pairs:
-        number = b if b in arms or not b.replace(".", "", 1).isdecimal() else float(b)
-        for name in (a, number):
-            if isinstance(name, str) and name not in arms:
-                what = f"write A:B, or A:3.28, of {', '.join(arms)}"
-                raise UserError(f"--contrasts={flags.get('contrasts', '')}: no arm is called {name!r}; {what}")
-        left, differences = list(arms[a].values()), {}
-        if isinstance(number, float):
-            result = paired(left, number, margin, alpha, len(pairs))
-            differences = {s: x - number for s, x in arms[a].items()}
+        value = b if b in arms or not b.replace(".", "", 1).isdecimal() else float(b)
+        if a not in arms or isinstance(value, str) and value not in arms:
+            raise UserError(f"say --contrasts=A:B or A:3.28, with commas between, of the arms {', '.join(arms)}")
+        left, by_seed = list(arms[a].values()), {}
+        if isinstance(value, float):
+            result = paired(left, value, margin, alpha, len(pairs))
+            by_seed = {s: x - value for s, x in arms[a].items()}
         elif matched:
             if odd := set(arms[a]) ^ set(arms[b]):
                 what = f"seed {min(odd)} is there for one of {a} and {b}"
                 raise UserError(f"{path}: {what}, so they are no pairs: add it, or say --unmatched")
             result = paired(left, [arms[b][s] for s in arms[a]], margin, alpha, len(pairs))
-            differences = {s: x - arms[b][s] for s, x in arms[a].items()}
+            by_seed = {s: x - arms[b][s] for s, x in arms[a].items()}
         else:
             result = welch(left, list(arms[b].values()), margin, alpha, len(pairs)) | {"unit": "runs"}
         contrasts.append(
-            {"a": a, "b": b, "differences": differences} | result | dict.fromkeys(("predicted", "ci_predicted"))
+            {"a": a, "b": b, "differences": by_seed} | result | dict.fromkeys(("predicted", "ci_predicted"))
         )
     decide(contrasts, alpha, margin)
     out = Path(flags.get("out", Path("out/table") / Path(path).stem))
@@ -751,13 +752,19 @@ def table_command(path, flags):
 
 def sample_command(names, flags):
     """Text from the models of runs, one after the other, from one random stream."""
+    if flags.get("prompt") == "" or flags.get("tokens", 1) < 1 or not 0.01 <= flags.get("temperature", 1.0) < 1e6:
+        raise UserError("--prompt must hold a character, --tokens be at least 1, and --temperature at least 0.01")
     for name in names:
+        if not Path(name).exists():
+            raise UserError(f"{name} not found: name the folder of a run, such as out/demo/FFNOnly/seed0")
         model, subject = open_model(name)
         device = next(model.parameters()).device
-        ids = torch.tensor([encode(flags.get("prompt", "\n"), subject)], device=device)  # (1, n)
+        meta = own_meta(subject)
+        prompt = flags.get("prompt", "\n" if "\n" in (meta.get("characters") or "\n") else meta["characters"][0])
+        ids = torch.tensor([encode(prompt, subject)], device=device)  # (1, n)
         generator = torch.Generator(device).manual_seed(hash_seed(flags.get("seed", 0), "sample"))
         ids = model.generate(ids, flags.get("tokens", 256), flags.get("temperature", 1.0), generator=generator)
-        print(f"--- {subject.label}\n{prepare.decode(ids[0].tolist(), own_meta(subject))}\n")
+        print(f"--- {subject.label}\n{prepare.decode(ids[0].tolist(), meta)}\n")
 
 
 FLAGS = {
@@ -776,7 +783,10 @@ def main(argv):
     if command not in FLAGS:
         raise UserError(f"unknown command {command!r}: {', '.join(FLAGS)}")
     if command != "heads" and (not names or command != "sample" and len(names) > 1):
-        raise UserError(f"python analyze.py {command}: name one of it, as --help shows")
+        what = {"runs": "one OUT, the folder of an experiment", "table": "one FILE.csv", "sample": "a RUN or more"}[
+            command
+        ]
+        raise UserError(f"python analyze.py {command}: name {what}")
     if command == "runs":
         runs_command(names[0])
     elif command == "table":
@@ -788,5 +798,4 @@ def main(argv):
 
 
 if __name__ == "__main__":
-    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     cli(main)

@@ -128,7 +128,7 @@ def chosen(flag, text, known):
             parts.append(part)
     for name in parts or [text]:
         if name not in names or parts.count(name) > 1:
-            hint = nearest(name, names)
+            hint = nearest(name, names) or f", of {', '.join(names)[:200]}"
             raise UserError(f"--{flag}={text[:80]} must name what the config has, each once: {name!r} is not so{hint}")
     return [names[name] for name in parts]
 
@@ -269,6 +269,8 @@ def launched():
         return 0, 1
     if absent := [name for name in names if not given[name]]:
         raise UserError(f"{absent[0]} is not set, and others of {', '.join(names)} are: use torchrun, or unset them")
+    if strange := [name for name in ("RANK", "WORLD_SIZE") if not given[name].isdecimal()]:
+        raise UserError(f"{strange[0]}={given[strange[0]]} must be a number: use torchrun, or unset it")
     return int(given["RANK"]), int(given["WORLD_SIZE"])
 
 
@@ -294,8 +296,8 @@ def thread_count(threads, width, processes):
     """CPU threads of one of so many processes: a number as it is; "auto" leaves a small model on one."""
     if threads != "auto":
         return threads
-    if "OMP_NUM_THREADS" in os.environ:
-        return int(os.environ["OMP_NUM_THREADS"])
+    if (given := os.environ.get("OMP_NUM_THREADS", "")).isdecimal() and int(given):
+        return int(given)
     return 1 if width < 256 else max(1, os.cpu_count() // processes)
 
 

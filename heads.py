@@ -11,6 +11,9 @@ Of each head, window by window, without the first position, where a head can giv
   delta_zero: when the whole output of the head is set to zero.
 Over heads, three checks: would other text rank them alike (r_stat, r_delta)? How much of own is shared with earlier
 positions (explained)? Does own foretell on other text where removal costs most (r_stat_delta)?
+
+Default text: what a run was validated on; of its windows (at most 1,024 tokens long) 64, evenly spaced. Writes
+heads.json, heads.csv, heads.md and figures; heads.pt beside them holds what is measured, so interrupted work resumes.
 """
 
 import contextlib
@@ -260,6 +263,8 @@ def open_model(name, dtype="float32"):
     Raises UserError where there is no such model.
     """
     path, dtype = Path(name), getattr(torch, dtype)
+    if runs := sorted(path.glob("seed*/ckpt.pt")) + sorted(path.glob("*/seed*/ckpt.pt")):
+        raise UserError(f"{name} holds several runs: name one, such as {runs[0].parent}")
     if (path / "ckpt.pt").is_file():
         path = path / "ckpt.pt"
     model, subject = open_run(path) if path.suffix == ".pt" else open_transformers(name, dtype)

@@ -59,12 +59,15 @@ class GPTConfig:
             if getattr(self, name) not in (True, False, "value"):
                 raise ValueError(f"{name}={getattr(self, name)!r} must be True, False or 'value'")
         points = self.self_bias if isinstance(self.self_bias, list | tuple) else ((0, self.self_bias),)
-        steps = [step for step, _ in points if type(step) is int and step >= 0]
-        if len(steps) < len(points) or not steps or steps != sorted(set(steps)):
+        pairs = all(isinstance(p, list | tuple) and len(p) == 2 and type(p[0]) is int and p[0] >= 0 for p in points)
+        steps = [p[0] for p in points] if pairs else []
+        if not steps or steps != sorted(set(steps)):
             raise ValueError(f"self_bias={self.self_bias} must be a number, or points of rising steps and their biases")
         for value in (self.attn_gain, self.ffn_gain, *(bias for _, bias in points)):
-            if type(value) not in (int, float) or not math.isfinite(value):
-                raise ValueError(f"attn_gain, ffn_gain and self_bias must be finite numbers, and {value} is none")
+            if type(value) not in (int, float) or not abs(value) < 1e9:
+                raise ValueError(
+                    f"attn_gain, ffn_gain and self_bias must be finite numbers, and {str(value)[:40]} is none"
+                )
         if self.removal not in REMOVALS:
             raise ValueError(f"removal={self.removal!r} must be one of {', '.join(REMOVALS)}")
         if not self.routing and self.removal in ("self", "previous", "matched", "shrink"):

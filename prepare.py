@@ -68,7 +68,7 @@ def pieces(tokens):
 def read_stamps(folder):
     """What an earlier check has found in the files of a prepared folder, if it could write that down."""
     try:
-        return read_json(folder / "checked.json")
+        return {split: stamp for split, stamp in read_json(folder / "checked.json").items() if isinstance(stamp, dict)}
     except UserError:
         return {}
 

@@ -11,11 +11,11 @@ report.json
     pairing                 what matching bought: mean correlation of the two sides over seeds, r with ci95
     references              losses of counts on the training text: unigram, bigram
     arms                    n finished, n_finite, mean, sd, min, max, best_mean over seeds; seeds: the loss of each;
-                            settings of the arm, parameters, seconds (median of a run), sample (what its first run wrote)
-    contrasts               a, b (first minus second; an interaction has pairs), chosen (arms of families), what `paired`
-                            in analyze.py returns, differences by seed, family (their number), p_holm, verdict, sentence,
-                            within_margin, predicted, ci_predicted, as_predicted, se_seed and se_text (standard errors
-                            over seeds and over blocks of text); contrasts.csv has the same in rows
+                            settings of the arm, parameters, seconds (median of a run), sample (text by its first run)
+    contrasts               a, b (first minus second; an interaction has pairs), chosen (arms of families), all that
+                            `paired` in analyze.py returns, differences by seed, family (their number), p_holm, verdict,
+                            sentence, within_margin, predicted, ci_predicted, as_predicted, se_seed and se_text
+                            (standard errors over seeds and over blocks of text); contrasts.csv has the same in rows
     edges                   arms that were chosen at the edge of their grid
     audit                   checked, max_abs_diff (of a window), max_abs_diff_path, failed runs, runs: digest of each
 """
@@ -23,6 +23,7 @@ report.json
 import csv
 import math
 import os
+import re
 import textwrap
 from pathlib import Path
 
@@ -141,7 +142,7 @@ def contrast_table(contrasts, alpha, margin):
         between(c["ci_equivalence"], "+.4f").strip() or "–",
         p_value(c["p"]),
         p_value(c["p_holm"]),
-        p_value(c["p_signflip"]),
+        "–" if c["p_signflip"] is None else f"{p_value(c['p_signflip'])} (≥ {c['p_signflip_min']:.2g})",
         c["verdict"] or "not computed",
         *[prediction(c)] * foretold,
     ] for c in contrasts]  # fmt: skip
@@ -184,9 +185,11 @@ def markdown(report, plan, name):
         rows[-1] += [number(a["parameters"], ",d"), number(a["seconds"], ",.0f")]
     rows += [[k, "", number(v), *[""] * 7] for k, v in report["references"].items() if v is not None]
     head = ["arm", "n", "mean", "sd", "min", "max", "best_mean", "settings", "parameters", "seconds"]
-    parts.append(table(head, rows))
+    parts.append(
+        table(head, rows) + "\n\nbest_mean: of the lowest losses during training. seconds: of a run, the median."
+    )
     if any(a["sample"] for a in report["arms"].values()):
-        parts.append("What each arm's first run writes:")
+        parts.append("What each arm's first run writes, all from one random stream:")
         samples = {arm: " ".join((a["sample"] or "–").split()).replace("`", " ") for arm, a in report["arms"].items()}
         parts.append("\n".join(f"- {arm}: `{text}`" for arm, text in samples.items()))
     if p := report["pairing"]:
@@ -239,8 +242,8 @@ def figure_contrasts(path, contrasts, margin, title):
         if c["mean"] is None:
             axis.text(0, y, "not computed", ha="center", va="center", size=8)
             continue
-        axis.plot(c["ci95"] or [c["mean"]] * 2, [y - 0.22] * 2, color=colour, lw=2, zorder=3)
-        axis.plot(c["mean"], y - 0.22, "o", color=colour, zorder=3)
+        axis.plot(c["ci95"] or [c["mean"]] * 2, [y - 0.22] * 2, color=colour, lw=3, zorder=3)
+        axis.plot(c["mean"], y - 0.22, "|", ms=13, mew=2, color=colour, zorder=3)
         axis.annotate(
             c["verdict"] or "", (1.01, y), xycoords=("axes fraction", "data"), va="center", size=8, color=colour
         )
@@ -252,6 +255,7 @@ def figure_contrasts(path, contrasts, margin, title):
     axis.set_xlim(low, high)
     axis.set_xlabel("first minus second (nats per token), with its 95% interval; linear within the margin, log beyond")
     axis.spines[["top", "right"]].set_visible(False)
+    axis.plot([], [], "|-", ms=13, mew=2, lw=3, color="0.3", label="mean, 95% interval")
     handles, labels = axis.get_legend_handles_labels()
     once = dict(zip(labels, handles, strict=True))
     fig.legend(once.values(), once.keys(), loc="outside lower center", ncols=3, frameon=False, fontsize=8)
@@ -305,7 +309,8 @@ def draw_differences(axis, report, runs):
     axis.axhline(0, color="0.4", lw=1)
     axis.set_yscale("symlog", linthresh=report["margin"])
     axis.yaxis.set_major_formatter("{x:g}")
-    axis.set(title="paired differences, 95% interval", xlabel="training step", ylabel="first minus second (nats)")
+    axis.set(title="paired differences between arms, 95% interval", xlabel="training step")
+    axis.set_ylabel("first minus second (nats); log beyond the margin")
     legend(axis)
 
 
@@ -335,7 +340,7 @@ def draw_doses(axis, report, name, lines):
     """The loss against the one number in which arms differ, a line for each rest."""
     for k, line in enumerate(lines.values()):
         arms = [arm for _, arm in line]
-        label = os.path.commonprefix(arms).rstrip("@+_-.=") or arms[0]
+        label = re.sub(r"[@+_=.\d-]*$", "", os.path.commonprefix(arms)) or arms[0]  # A@1e-3, A@3e-3: A
         means = [report["arms"][arm]["mean"] for arm in arms]
         style = {"color": COLOURS[k % 7], "marker": MARKERS[k % 4]}
         axis.plot([v for v, _ in line], [math.nan if m is None else m for m in means], gid=label, **style)
@@ -345,6 +350,7 @@ def draw_doses(axis, report, name, lines):
     values = [v for line in lines.values() for v, _ in line]
     if min(values) > 0 and max(values) >= 10 * min(values):
         axis.set_xscale("log")
+        axis.xaxis.set_minor_formatter("")
     axis.set(title=f"final loss against {name}", xlabel=name, ylabel="final validation loss (nats per token)")
     legend(axis)
 
@@ -480,6 +486,7 @@ def figure_scatter(path, report, panels):
     for axis, (x, y, title, xlabel, ylabel, se) in zip(axes, panels, strict=True):
         size = 22 if L * H < 400 else 8
         marks = axis.scatter(x, y, size, np.repeat(np.arange(L), H), cmap="cividis", linewidths=0, zorder=2)
+        axis.locator_params(nbins=6)
         if se is None:
             axis.set(xlim=axis.get_xlim(), ylim=axis.get_ylim())  # the line where both are equal may lie outside
             axis.axline((0, 0), slope=1, color="0.6", lw=1, zorder=1)

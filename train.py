@@ -141,8 +141,7 @@ def agreed(value):
     return values[0]
 
 
-def finite(x):
-    """x, or None where JSON has no number for it."""
+def finite(x):  # or what JSON has for it
     return x if math.isfinite(x) else None
 
 
@@ -236,7 +235,8 @@ def checked_contrast(contrast, config):
 
 LEAST = dict.fromkeys(("batch_size", "max_iters", "eval_interval", "log_interval", "checkpoint_interval"), 1)
 LEAST |= dict.fromkeys(("lr_decay_iters", "eval_tokens", "vocab_size", "micro_batch_size"), 1)
-LEAST |= dict.fromkeys(("learning_rate", "min_lr", "weight_decay", "beta1", "beta2", "grad_clip", "warmup_iters"), 0)
+LEAST |= dict.fromkeys(("tune_seeds", "learning_rate", "min_lr", "weight_decay", "beta1", "beta2", "grad_clip"), 0)
+LEAST["warmup_iters"] = 0
 CHOICES = {"device": ("auto", "cpu", "cuda", "mps"), "dtype": ("auto", "float32", "bfloat16")}
 CHOICES["compile"] = (True, False, "auto")
 
@@ -258,7 +258,7 @@ def check_ranges(config, where=""):
 
 def check_experiment(config):
     """Raises UserError for arms, seeds and contrasts that make no experiment; contrasts become lists."""
-    if not config.margin > 0 or not 0 < config.alpha < 0.5:
+    if not config.margin > 0 or not 1e-9 < config.alpha < 0.5:
         raise UserError(f"margin={config.margin} must be positive and alpha={config.alpha} between 0 and 0.5")
     if not config.arms or not config.seeds or not config.out_dir:
         raise UserError("arms, seeds and out_dir must not be empty")
@@ -266,7 +266,8 @@ def check_experiment(config):
         if type(seed) is not int or seed < 0 or config.seeds.count(seed) > 1:
             raise UserError(f"seeds hold {seed!r}: each must be an integer from 0 on, and there once")
     looks = list(config.looks)
-    if looks and (looks != sorted(set(looks)) or looks[0] < 2 or looks[-1] != len(config.seeds)):
+    whole = all(type(n) is int and n > 1 for n in looks)
+    if looks and not (whole and looks == sorted(set(looks)) and looks[-1] == len(config.seeds)):
         raise UserError(f"looks={looks} must rise from 2 or more to the number of seeds, which is {len(config.seeds)}")
     folders = [str(arm).lower() for arm in config.arms]  # one folder where the file system does not tell case
     for arm, flags in config.arms.items():
@@ -319,7 +320,8 @@ def first_model(config, arm, seed, verify=False):
 
 PARTS = ("arms", "seeds", "contrasts", "alpha", "margin", "looks", "tune_seeds")  # names of Config on their own
 BINDING = ("config", *PARTS, "rules", "data", "source")  # what a new plan must not change
-PLAN = ("config", *PARTS[:5], "data", "source", "commit", "amendments", "packages", "references", "reference_windows")
+PLAN = ("config", "arms", "seeds", "contrasts", "alpha", "margin", "data", "source")  # what a plan of any version has
+PLAN += ("commit", "amendments", "packages", "references", "reference_windows")
 NOT_BINDING = ("out_dir", "log_interval", "checkpoint_interval", "wandb_log", "wandb_project", "threads")
 
 
@@ -330,10 +332,11 @@ def differences(planned, now):
         a, b = planned.get(part), now.get(part)
         if isinstance(a, dict) and isinstance(b, dict):
             for k in {**a, **b}:
-                alike = a.get(k) == b.get(k) or part == "config" and k in NOT_BINDING
-                if part == "source" and isinstance(a.get(k), dict) and isinstance(b.get(k), dict):
-                    alike = alike or a[k]["code"] == b[k]["code"]  # comments and layout may change
-                lines += [f"{part}.{k}: planned {a.get(k)!r}, now {b.get(k)!r}"] * (not alike)
+                old, new = a.get(k), b.get(k)
+                if part == "source" and isinstance(old, dict) and isinstance(new, dict):
+                    old, new = old["code"], new["code"]  # comments and layout may change
+                if old != new and not (part == "config" and k in NOT_BINDING):
+                    lines.append(f"{part}.{k}: planned {old!r}, now {new!r}")
         elif a != b:
             lines.append(f"{part}: planned {a!r}, now {b!r}")
     return lines
@@ -341,27 +344,24 @@ def differences(planned, now):
 
 def binding(plan):
     """{part: digest} of all that binds in a plan. Each run records it, so that a plan that was edited later shows."""
-    parts = {part: plan.get(part) for part in (*BINDING, "references", "reference_windows")}
+    parts = {part: plan.get(part) for part in (*BINDING, "references", "reference_windows", "amendments")}
     parts["config"] = {k: v for k, v in plan["config"].items() if k not in NOT_BINDING}
     return {part: digest(value) for part, value in parts.items()}
 
 
 def make_plan(config, data):
     """All that binds an experiment, as plain JSON values; written before the first step."""
-    here, losses = Path(__file__).parent, data.get("references", {})
     return {
         "config": {k: v for k, v in vars(config).items() if k not in PARTS},
         **{k: getattr(config, k) for k in PARTS},
         "rules": RULES,
         "data": data["record"],
-        "source": {name: configurator.source_hashes(here / name) for name in SOURCES},
-        "commit": configurator.commit(here),
+        "source": {name: configurator.source_hashes(Path(__file__).with_name(name)) for name in SOURCES},
+        "commit": configurator.commit(Path(__file__).parent),
         "packages": {"python": platform.python_version(), "torch": str(torch.__version__), "numpy": np.__version__},
         "machine": {"system": platform.platform(), "processor": platform.machine(), "cores": os.cpu_count()},
         "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
         "amendments": [],
-        "references": {k: None if v is None else float(v.mean()) for k, v in losses.items()},
-        "reference_windows": {k: None if v is None else v.tolist() for k, v in losses.items()},
     }
 
 
@@ -384,23 +384,22 @@ def bind_plan(config, data, amend):
         choose(config, old["config"] if old else {})
         new = json.loads(json.dumps(make_plan(config, data)))  # as it will be read back: lists for tuples
         lines = differences(old, new) if old else []
-        if old and not lines:  # nothing is counted again
+        if old and not lines:
             return old
         finished = sorted(str(p.parent.relative_to(out)) for p in out.glob("*/seed*/ckpt.pt"))
-        if not old and any(out.glob("*/seed*/log.jsonl")):  # a plan that comes after the results plans nothing
+        if not old and any(out.glob("*/seed*/*.*")):  # a plan that comes after the results plans nothing
             lines = ["the plan was written after runs had begun"]
         if lines and not amend:
             for line in lines:
                 say(line)
             if not old:
                 raise UserError(f"{out} holds runs and no plan.json: choose another --out_dir, or --amend='reason'")
-            hint = ""
-            if all(line.startswith("seeds:") for line in lines):
-                hint = " (more seeds are a second experiment: a config with fresh seeds and a plan of its own"
-                hint += f"{more_seeds(out)})"
+            how = f" (more seeds are a second experiment, with fresh seeds and a plan of its own{more_seeds(out)})"
+            hint = how if all(line.startswith("seeds:") for line in lines) else ""
             raise UserError(f"{path} plans another experiment{hint}: choose another --out_dir, or say --amend='reason'")
-        data["references"] = prepare.reference_losses(data["train"], data["windows"], data["vocab_size"])
-        new = json.loads(json.dumps(make_plan(config, data)))
+        losses = prepare.reference_losses(data["train"], data["windows"], data["vocab_size"])  # for a new plan alone
+        new["references"] = {k: None if v is None else float(v.mean()) for k, v in losses.items()}
+        new["reference_windows"] = {k: None if v is None else v.tolist() for k, v in losses.items()}
         if lines:
             note = {"time": new["time"], "reason": amend, "changes": lines, "finished": finished}
             note["binding_sha256"] = digest(binding(old)) if old else None
@@ -426,8 +425,11 @@ def save_state(folder, state):
     """state.pt, from which a run resumes to the bit, and log.jsonl up to the same step."""
     if (folder / "ckpt.pt").exists():  # two machines that don't see each other's locks
         raise FileExistsError(folder / "ckpt.pt")
+    seals = (folder / "state.sha256").read_text().split() if (folder / "state.sha256").exists() else []
+    with whole_file(folder / "state.sha256") as f:  # of the last state and of this one: one of the two will be there
+        f.write("\n".join([*seals[-1:], digest(state)]))
     with whole_file(folder / "state.pt", "wb") as f:
-        torch.save(state | {"digest": digest(state)}, f)
+        torch.save(state, f)
     write_log(folder, state["rows"])
 
 
@@ -438,10 +440,11 @@ def load_state(folder, record):
         return None
     try:
         state = torch.load(path, map_location="cpu", weights_only=True)
-        if state.pop("digest") != digest(state):
+        if digest(state) not in (folder / "state.sha256").read_text().split():
             raise ValueError("its contents are not what was saved")
-        if differences(state["record"], record) or any(state["record"][k] != record[k] for k in ("arm", "seed")):
-            raise ValueError("it belongs to another run, config, data or source")
+        mine, own = ({k: r.get(k) for k in ("arm", "seed", "processes")} for r in (state["record"], record))
+        if mine != own or differences(state["record"], record):
+            raise ValueError("it belongs to another run, config, data or source, or to masks of other processes")
         return state
     except Exception as e:  # a damaged file can raise anything in its reader
         say(f"{path} can't be resumed ({textwrap.shorten(str(e), 200)}): this run starts from its beginning")
@@ -455,8 +458,8 @@ def finish(folder, rows, ckpt):
     write_log(folder, rows)
     with whole_file(folder / "ckpt.pt", "wb", replace=False) as f:
         torch.save(ckpt, f)
-    for rest in (folder / "state.pt", folder / "lock"):
-        rest.unlink(missing_ok=True)
+    for rest in ("state.pt", "state.sha256", "lock"):
+        (folder / rest).unlink(missing_ok=True)
 
 
 def autocast(config):
@@ -464,7 +467,6 @@ def autocast(config):
 
 
 def device_of(config):
-    """The device of this process, with its number where there may be several."""
     return torch.device(config.device, torch.cuda.current_device()) if config.device == "cuda" else config.device
 
 
@@ -514,7 +516,7 @@ def over_processes(loss, device):
     return both.tolist()
 
 
-def last_row(raw, alone, config, seed, data, record, step, losses, seconds):
+def final_row(raw, alone, config, seed, data, record, step, losses, seconds):
     """-> (batch of the training path (micro, T + 1), the row that ends a run's log and regenerates every report)."""
     device = device_of(config)
     micro = config.micro_batch_size or config.batch_size // PROCESSES
@@ -568,10 +570,8 @@ def train_run(config, arm, seed, data, record, folder, bar):
         say(f"{name}: resumes at step {step}")
     raw.train()
     alone, model = wrapped(raw, config, batch(data["train"], seed, step, micro, config.block_size).to(device))
-    log = None
-    if config.wandb_log and RANK == 0:
-        title = f"{Path(config.out_dir).name}/{arm}/seed{seed}"
-        log = configurator.wandb_run(config.wandb_project, title, record, rows)
+    title, wanted = f"{Path(config.out_dir).name}/{arm}/seed{seed}", config.wandb_log and RANK == 0
+    log = configurator.wandb_run(config.wandb_project, title, record, rows) if wanted else None
     bar.reset(config.max_iters)
     bar.initial = bar.n = step
     bar.set_description(name)
@@ -612,8 +612,6 @@ def train_run(config, arm, seed, data, record, folder, bar):
                 save_state(folder, state | {"step": step, "rows": rows, "record": record, "seconds": seconds + timed})
             if stop:
                 say(f"{name}: stopped and saved at step {step}; the same command resumes it")
-                if log:
-                    log.finish()
                 raise Stopped
 
     raw.at_step(step)
@@ -622,7 +620,7 @@ def train_run(config, arm, seed, data, record, folder, bar):
         losses = None
     if RANK > 0:
         return None
-    fixed, last = last_row(raw, alone, config, seed, data, record, step, losses, seconds + timed)
+    fixed, last = final_row(raw, alone, config, seed, data, record, step, losses, seconds + timed)
     rows.append(last)
     ckpt = {k: v for k, v in last.items() if k not in ("iter", "val_loss")}
     ckpt |= {"step": step, "val_history": [[r["iter"], r["val_loss"]] for r in rows if "val_loss" in r]}
@@ -696,8 +694,7 @@ def held_runs(runs):
     """
     The runs that are left to train, one after another, each locked until the next is asked for.
 
-    runs: {(arm, seed): folder}. It ends when a whole pass finds none: the run of a process that died is taken over.
-    A process of --jobs waits for the others, for that.
+    runs: {(arm, seed): folder}. Those of a process that died are taken over; for that, one of --jobs waits for others.
     """
     taken = True
     while taken:
@@ -725,8 +722,9 @@ def main(argv):
     known |= {"arms": str, "seeds": str, "amend": str, "plan": bool, "jobs": int, "help": bool}
     configs, flags = configurator.parse(argv, known)
     if flags.pop("help", False):
+        flags = " ".join(f"--{k}={getattr(Config, k, '')}".rstrip("=") for k in known)
         there = " ".join(sorted(str(p) for p in Path("config").glob("*.py")))
-        return print(f"{__doc__.strip()}\n\nconfigs here: {there}\nflags: {' '.join(f'--{name}' for name in known)}")
+        return print(f"{__doc__.strip()}\n\nconfigs here: {there}\nflags: {flags}")
     if len(configs) != 1:
         raise UserError("name one config: python train.py config/NAME.py [--key=value ...]; --help lists them")
     arms, seeds, amend, plan_only, jobs = (flags.pop(name, None) for name in ("arms", "seeds", "amend", "plan", "jobs"))
@@ -763,6 +761,8 @@ def main(argv):
         record = {"arm": arm, "seed": seed, "config": settings | plan["arms"][arm]}
         record |= {k: plan[k] for k in ("data", "source", "commit")}
         record |= {"binding": bound, "binding_sha256": digest(bound)}
+        if record["config"]["dropout"]:  # whose masks depend on it
+            record["processes"] = PROCESSES
         try:
             last = train_run(config, arm, seed, data, record, folder, bar)
         except FileExistsError:

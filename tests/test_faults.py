@@ -163,7 +163,7 @@ def test_a_full_disk(place):  # noqa: F811
     assert done.returncode == 2, done
     assert done.stderr == f"error: {path} can't be written (File too large): what was there before is kept\n"
     assert path.read_bytes() == good and (path.parent / "log.jsonl").read_bytes() == log
-    assert sorted(p.name for p in path.parent.iterdir()) == ["lock", "log.jsonl", "state.pt"]
+    assert sorted(p.name for p in path.parent.iterdir()) == ["lock", "log.jsonl", "state.pt", "state.sha256"]
     assert torch.load(path, weights_only=True)["step"] == len(log.splitlines())
 
 
