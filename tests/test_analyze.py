@@ -688,6 +688,84 @@ def test_the_audit_counts_the_references_again(out):
     assert "the references in plan.json are not those of the text" in r["deviations"][0]
 
 
+def test_a_reference_edited_before_training_is_no_mean_of_its_windows(out):
+    """One file, changed between --plan and the first step, so that every run records its hash."""
+    shutil.rmtree("out")
+    train.main(["toy.py", "--plan"])
+    edited(out / "plan.json", lambda p: p["references"].update(unigram=1.0))
+    train.main(["toy.py", "--seeds=0"])
+    assert any("unigram in plan.json is not the mean of its windows" in d for d in reported()["deviations"])
+
+
+def test_an_amendment_that_was_cut_out_shows(out):
+    train.main(["toy.py", "--margin=0.5", "--amend=wider", "--plan"])
+    shutil.rmtree(out / "Full/seed0")
+    train.main(["toy.py", "--margin=0.5"])
+    edited(out / "plan.json", lambda p: p.update(amendments=[]))
+    r = reported()
+    assert any("amendments changed" in d or "amendments" in d for d in r["deviations"]) and r["status"] == "exploratory"
+
+
+def test_a_record_that_changed_since_it_was_audited_shows_without_weights(out):
+    reported()
+    for path in out.glob("*/*/ckpt.pt"):
+        path.unlink()
+    path = out / "Full/seed2/log.jsonl"
+    lines = path.read_text().splitlines()
+    last = json.loads(lines[-1])
+    last["window_losses"] = last["window_losses"][::-1]  # the same mean
+    path.write_text("\n".join([*lines[:-1], json.dumps(last)]) + "\n")
+    r = reported()
+    assert r["audit"]["failed"] == ["Full/seed2"] and r["audit"]["checked"] == 14
+    assert "The record of run Full/seed2 is not the one that an earlier report audited." in r["deviations"]
+
+
+@pytest.mark.parametrize("key", ["parameters", "sample", "seconds", "weights_sha256", "threads"])
+def test_what_the_record_claims_is_compared_with_the_checkpoint(out, key):
+    path = out / "Full/seed2/log.jsonl"
+    lines = path.read_text().splitlines()
+    path.write_text("\n".join([*lines[:-1], json.dumps(json.loads(lines[-1]) | {key: 0})]) + "\n")
+    r = reported()
+    assert r["audit"]["failed"] == ["Full/seed2"] and f"differ in {key}" in r["deviations"][0]
+
+
+def test_a_look_whose_runs_were_deleted_after_the_report_shows(out):
+    Path("toy.py").write_text(CONFIG + "looks = (2, 5)\nmax_iters = 6\n")
+    train.main(["toy.py", "--out_dir=out/looks"])
+    assert reported("out/looks")["look"] == 5
+    shutil.rmtree("out/looks/Half/seed4")
+    r = reported("out/looks")
+    assert (r["look"], r["status"]) == (2, "exploratory")
+    assert "An earlier report was made at the look of 5 seeds, of which runs are gone." in r["deviations"]
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda p: p.update(seeds=[]),
+        lambda p: p.update(contrasts=[["Full", "Nobody"]]),
+        lambda p: p.update(arms=5),
+        lambda p: p["packages"].clear(),
+        lambda p: p.update(data=None),
+    ],
+)
+def test_a_plan_with_wrong_types_is_one_line(out, change):
+    edited(out / "plan.json", change)
+    with pytest.raises(UserError, match="out/toy: a file of it is damaged"):
+        reported()
+
+
+@pytest.mark.parametrize("flags", [["--prompt="], ["--tokens=0"], ["--temperature=0.0"], ["--temperature=-1.0"]])
+def test_a_sample_that_can_not_be_is_one_line(out, flags, capsys):
+    with pytest.raises(UserError, match="--prompt must hold a character"):
+        analyze.main(["sample", "out/toy/Full/seed0", *flags])
+    analyze.main(["sample", "out/toy/Full/seed0", "out/toy/Half/seed1", "--tokens=30", "--prompt=the "])
+    said = capsys.readouterr().out
+    assert "--- Full/seed0\nthe " in said and "--- Half/seed1\nthe " in said
+    with pytest.raises(UserError, match="out/toy/Full holds several runs: name one, such as out/toy/Full/seed0"):
+        analyze.main(["sample", "out/toy/Full"])
+
+
 # --- looks, families, interactions: on records made from numbers
 
 

@@ -317,6 +317,22 @@ def test_a_damaged_state_restarts_the_run(place, capsys):
     assert rows("rough") == rows("calm")
 
 
+def test_a_state_that_was_rewritten_with_care_is_not_resumed(place, capsys):
+    """Its seal is in another file, and of a run with dropout the number of processes counts."""
+    killed_at(9, "--out_dir=x", "--arms=Full", "--seeds=0", "--max_iters=800", "--dropout=0.1")
+    path = Path("x/Full/seed0/state.pt")
+    state = torch.load(path, weights_only=True)
+    record = state["record"]
+    assert record["processes"] == 1 and train.load_state(path.parent, record)["step"] == state["step"]
+    assert train.load_state(path.parent, record | {"processes": 2}) is None
+    assert "masks of other processes" in capsys.readouterr().out
+    torch.save(state | {"step": 700}, path)
+    assert train.load_state(path.parent, record) is None
+    torch.save(state, path)
+    (path.parent / "state.sha256").unlink()
+    assert train.load_state(path.parent, record) is None
+
+
 def test_a_diverged_run_is_kept_and_the_rest_goes_on(place):
     run("--learning_rate=1e30", "--min_lr=1e30", "--seeds=0", "--grad_clip=0.0", "--arms=Full,FFNOnly")
     for arm in ("Full", "FFNOnly"):
@@ -434,6 +450,8 @@ CONFIGS = [
     ("contrasts = [(('FFNOnly', 'Full'), 'Self')]", "must be two names or two pairs"),
     ("contrasts = [('F*', 'Full')]", "'F*' chooses an arm, and that needs tune_seeds"),
     ("contrasts = [('G*', 'Full')]", "no arm is called like 'G*'"),
+    ("looks = ('2', 2)", "must rise from 2"),
+    ("arms = {'A': {'self_bias': [5]}}\ncontrasts = []", "arm A: self_bias=[5] must be a number, or points"),
     ("looks = (2, 3)", "must rise from 2 or more to the number of seeds, which is 2"),
     ("arms = {'plan.json': {}}\ncontrasts = []", "or of a file of ours"),
 ]
