@@ -364,8 +364,7 @@ def deviations_of(out, plan, runs, seeds):
 def complete_looks(plan, runs):
     """The planned looks whose first n seeds are all there, or the first; without looks, [the number of seeds]."""
     looks = plan.get("looks") or [len(plan["seeds"])]
-    whole = [n for n in looks if all(runs[arm, seed] for arm in plan["arms"] for seed in plan["seeds"][:n])]
-    return whole or looks[:1]
+    return [n for n in looks if all(runs[arm, s] for arm in plan["arms"] for s in plan["seeds"][:n])] or looks[:1]
 
 
 def unlike(settings):
