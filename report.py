@@ -258,7 +258,7 @@ def figure_contrasts(path, contrasts, margin, title):
     axis.plot([], [], "|-", ms=13, mew=2, lw=3, color="0.3", label="mean, 95% interval")
     handles, labels = axis.get_legend_handles_labels()
     once = dict(zip(labels, handles, strict=True))
-    fig.legend(once.values(), once.keys(), loc="outside lower center", ncols=3, frameon=False, fontsize=8)
+    fig.legend(once.values(), once.keys(), loc="outside lower center", ncols=4, frameon=False, fontsize=8)
     save_figure(fig, path, title)
 
 
@@ -365,12 +365,12 @@ def figure_runs(path, report, plan, runs):
         panels.append(lambda axis, name=name, lines=lines: draw_doses(axis, report, name, lines))
     rows = math.ceil(len(panels) / 2)
     fig = Figure(figsize=(11 if len(arms) <= 4 else 11 + 0.25 * len(arms), 4.6 * rows), layout="constrained")
-    axes = fig.subplots(rows, 2, squeeze=False).ravel()
-    for axis, draw in zip(axes, panels, strict=False):
-        draw(axis)
-        axis.spines[["top", "right"]].set_visible(False)
-    for axis in axes[len(panels) :]:
-        axis.set_axis_off()
+    grid, axes = fig.add_gridspec(rows, 2), []
+    for i, draw in enumerate(panels):
+        alone = i == len(panels) - 1 and i % 2 == 0  # the last of an odd number has a row
+        axes.append(fig.add_subplot(grid[i // 2, :] if alone else grid[i // 2, i % 2]))
+        draw(axes[i])
+        axes[i].spines[["top", "right"]].set_visible(False)
     for axis in axes[:2]:
         low, high = axis.get_ylim()
         for name, value in plan["references"].items():
