@@ -51,7 +51,7 @@ from report import (
     side_name,
     write_csv,
 )
-from train import NOT_BINDING, PLAN, REFERENCES, RULES, binding, differences
+from train import NOT_BINDING, PLAN, RULES, binding, differences
 
 # ---------------------------------------------------------------------------------------------------------------------
 # statistics: arrays in, plain values out; numpy and scipy alone
@@ -112,14 +112,19 @@ def paired(a, b, margin=None, alpha=0.05, m=1):
         return r
     test = stats.ttest_1samp(d, 0.0)
     r |= {"sd": float(sd), "dz": float(d.mean() / sd), "t": float(test.statistic), "df": n - 1, "p": float(test.pvalue)}
-    r["ci95"] = [float(x) for x in test.confidence_interval(0.95)]
-    r["ci_equivalence"] = [float(x) for x in test.confidence_interval(1 - 2 * alpha / m)]
+    r |= intervals(test, margin, alpha, m)
     ncp = special.nctdtrinc(n - 1, 0.2, stats.t.ppf(1 - alpha / (2 * m), n - 1))
     r["mde80"] = float(sd * ncp / math.sqrt(n)) if math.isfinite(ncp) else None
-    if margin is not None:
-        r["equivalent"] = bool(-margin < r["ci_equivalence"][0] and r["ci_equivalence"][1] < margin)
-        r["n_for_margin"] = pairs_to_find(margin / sd, alpha / m)
+    r["n_for_margin"] = None if margin is None else pairs_to_find(margin / sd, alpha / m)
     return r
+
+
+def intervals(test, margin, alpha, m):
+    """ci95 and ci_equivalence of one of scipy's t tests, and whether the latter lies within the margin."""
+    low, high = (float(x) for x in test.confidence_interval(1 - 2 * alpha / m))
+    equivalent = None if margin is None else bool(-margin < low and high < margin)
+    ci95 = [float(x) for x in test.confidence_interval(0.95)]
+    return {"ci95": ci95, "ci_equivalence": [low, high], "equivalent": equivalent}
 
 
 def pairs_to_find(effect, level):
@@ -152,12 +157,11 @@ def welch(a, b, margin=None, alpha=0.05, m=1):
     if min(len(a), len(b)) < 2 or np.ptp(a) == np.ptp(b) == 0:
         return r | {"reason": "a side without spread has no standard error: more seeds are needed"}
     test = stats.ttest_ind(a, b, equal_var=False)
-    r |= {"t": float(test.statistic), "df": float(test.df), "p": float(test.pvalue)}
-    r["ci95"] = [float(x) for x in test.confidence_interval(0.95)]
-    r["ci_equivalence"] = [float(x) for x in test.confidence_interval(1 - 2 * alpha / m)]
-    if margin is not None:
-        r["equivalent"] = bool(-margin < r["ci_equivalence"][0] and r["ci_equivalence"][1] < margin)
-    return r
+    return (
+        r
+        | {"t": float(test.statistic), "df": float(test.df), "p": float(test.pvalue)}
+        | intervals(test, margin, alpha, m)
+    )
 
 
 def signflip(d, rounding=0.0):
@@ -233,16 +237,14 @@ def decide(contrasts, alpha, margin):
     """
     for c, p in zip(contrasts, holm([c["p"] for c in contrasts]), strict=True):
         differs = p is not None and p < alpha
-        c |= {
-            "p_holm": p,
-            "family": len(contrasts),
-            "within_margin": None if p is None else differs and c["equivalent"],
-        }
-        c["verdict"] = "equivalent" if c["equivalent"] else "undecided"
-        if differs:
-            c["verdict"] = "higher" if c["mean"] > 0 else "lower"
+        c |= {"p_holm": p, "family": len(contrasts)}
+        c["within_margin"] = None if p is None else differs and c["equivalent"]
         if p is None:
             c["verdict"] = None
+        elif differs:
+            c["verdict"] = "higher" if c["mean"] > 0 else "lower"
+        else:
+            c["verdict"] = "equivalent" if c["equivalent"] else "undecided"
         c["sentence"] = sentence(c, alpha, margin)
     return contrasts
 
@@ -250,7 +252,7 @@ def decide(contrasts, alpha, margin):
 def sentence(c, alpha, margin):
     """A contrast in plain words."""
     a, b = c.get("chosen") or (side_name(c["a"]), side_name(c["b"]))
-    tuned = f" Chosen for {c['a']} and {c['b']} on other seeds" if c.get("chosen") else ""
+    tuned = f". Chosen for {c['a']} and {c['b']} on other seeds" if c.get("chosen") else ""
     if c["verdict"] is None:
         seen = "" if c["mean"] is None else f" (seen: {c['mean']:+.4f} nats)"
         return f"{a} − {b} is not computed{seen}: {c['reason']}."
@@ -279,7 +281,7 @@ def sentence(c, alpha, margin):
             text += f" (but {c['n']} hardly tell the spread)" * (c["n"] < 5)
         if c.get("as_predicted"):
             said = ". The prediction is a one-sided question without this correction, and it holds"
-    return text + said + (f".{tuned}".replace(" (", " ").replace(")", "") if tuned else "") + "."
+    return text + said + tuned + "."
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -505,18 +507,17 @@ def audit(out, plan, runs, previous):
             raise UserError(f"data/{c['dataset']}/val.bin is not the text of {name}: prepare it as it was then")
         problems = [f"ckpt.pt and log.jsonl differ in {line}" for line in differences(row, ckpt)]
         saved = ckpt["window_losses"]
-        both = ckpt | {"window_losses": saved if saved is None else saved.tolist()}
-        shared = [k for k in both if k in row and k not in ("config", "data", "source")]
-        problems += [f"ckpt.pt and log.jsonl differ in {k}" for k in shared if both[k] != row[k]]
+        plain = ckpt | {"window_losses": saved if saved is None else saved.tolist()}
+        shared = [k for k in plain if k in row and k not in ("config", "data", "source")]
+        problems += [f"ckpt.pt and log.jsonl differ in {k}" for k in shared if plain[k] != row[k]]
         if counted != plan["reference_windows"] and ckpt["data"] == plan["data"]:
             problems.append("the references in plan.json are not those of the text")
         if ckpt.get("weights_sha256") not in (None, digest(ckpt["model"])):
             problems.append("its weights are not those that were trained (weights_sha256)")
         if ckpt["status"] == row["status"] == "finished":
-            saved = saved.numpy()
-            both = min(len(windows), len(saved))  # a changed eval_tokens is named above
+            n = min(len(windows), len(saved))  # a changed eval_tokens is named above
             model.to(device)
-            diff = float(np.abs(window_losses(model, windows[:both]).numpy() - saved[:both]).max())
+            diff = float((window_losses(model, windows[:n]) - saved[:n]).abs().max())
             if not diff <= WINDOW_TOLERANCE:
                 problems.append(f"a window's loss by {diff:.2g} nats")
             w = ckpt["training_path_batch"].long().to(device)  # (micro_batch_size, T + 1)
@@ -593,27 +594,24 @@ def report_runs(out):
     checked = audit(out, plan, runs, old.get("audit"))
     deviations += checked["sentences"]
     contrasts = contrasts_at(plan, runs, looks)
-    both = [c for c in contrasts if isinstance(c["a"], str) and c["n"] >= 8 and c["b"] not in REFERENCES]
+    both = [c for c in contrasts if isinstance(c["a"], str) and c["n"] >= 8 and c["b"] not in plan["references"]]
     names = [c["chosen"] or (c["a"], c["b"]) for c in both]
     losses = {arm: np.array([a["seeds"][str(s)] for s in seeds], float) for arm, a in arms.items()}  # NaN for None
-    return (
-        {
-            "status": "exploratory" if deviations else "confirmatory",
-            "deviations": deviations,
-            "plan_sha256": sha,
-            "outcome": "final",
-            "look": looks[-1] if plan.get("looks") else None,
-            "rules": RULES,
-            "pairing": matching([(losses[a], losses[b]) for a, b in names if np.isfinite(losses[a] + losses[b]).all()]),
-            **{k: plan[k] for k in ("alpha", "margin", "references")},
-            "arms": arms,
-            "contrasts": contrasts,
-            "edges": edges(plan, contrasts),
-            "audit": checked,
-        },
-        plan,
-        runs,
-    )
+    report = {
+        "status": "exploratory" if deviations else "confirmatory",
+        "deviations": deviations,
+        "plan_sha256": sha,
+        "outcome": "final",
+        "look": looks[-1] if plan.get("looks") else None,
+        "rules": RULES,
+        "pairing": matching([(losses[a], losses[b]) for a, b in names if np.isfinite(losses[a] + losses[b]).all()]),
+        **{k: plan[k] for k in ("alpha", "margin", "references")},
+        "arms": arms,
+        "contrasts": contrasts,
+        "edges": edges(plan, contrasts),
+        "audit": checked,
+    }
+    return report, plan, runs
 
 
 def three_checks(report, heads, arms=None):

@@ -359,7 +359,7 @@ def figure_runs(path, report, plan, runs):
     """Curves, final losses, paired differences over the steps, and the loss against a number where one was varied."""
     arms, styles = list(plan["arms"]), arm_styles(plan["arms"])
     panels = [lambda axis: draw_curves(axis, plan, runs, styles), lambda axis: draw_ends(axis, report, styles)]
-    if any(isinstance(c["a"], str) and c["n"] > 1 and c["b"] not in ("unigram", "bigram") for c in report["contrasts"]):
+    if any(isinstance(c["a"], str) and c["n"] > 1 and c["b"] not in report["references"] for c in report["contrasts"]):
         panels.append(lambda axis: draw_differences(axis, report, runs))
     for name, lines in doses(plan).items():
         panels.append(lambda axis, name=name, lines=lines: draw_doses(axis, report, name, lines))
