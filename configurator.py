@@ -315,8 +315,7 @@ def start_jobs(program, jobs, out, gpus=0):
         for child in children:
             child.send_signal(number)
 
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, forward)
+    heed_signals(forward)
     with contextlib.ExitStack() as files:
         for k in range(jobs):
             env = os.environ | {JOB: str(k)} | ({"CUDA_VISIBLE_DEVICES": devices[k % len(devices)]} if gpus else {})

@@ -613,7 +613,6 @@ def train_run(config, arm, seed, data, record, folder, bar):
             if stop:
                 say(f"{name}: stopped and saved at step {step}; the same command resumes it")
                 raise Stopped
-
     raw.at_step(step)
     losses = validate(raw, data["windows"], device)
     if not finished or not bool(losses.isfinite().all()):
@@ -750,17 +749,19 @@ def main(argv):
     how = f"on {config.device} in {config.dtype}, {'compiled' if config.compile else 'eager'}"
     say(f"{out}: {len(arms)} arms x {len(seeds)} seeds {how}; nats: {references}")
     configurator.heed_signals()
-
     runs = {(arm, seed): out / arm / f"seed{seed}" for seed in seeds for arm in arms}
     settings = {k: v for k, v in plan["config"].items() if k not in NOT_BINDING}
-    bound = binding(plan)
-    began, before = time.monotonic(), sum((folder / "ckpt.pt").exists() for folder in runs.values())
+    bound = {"binding": binding(plan), "binding_sha256": digest(binding(plan))}
+
+    def finished():
+        return sum((folder / "ckpt.pt").exists() for folder in runs.values())
+
+    began, before = time.monotonic(), finished()
     all_runs = tqdm(total=len(runs), unit="run", desc=out.name, disable=not TERMINAL or RANK > 0)
     bar = tqdm(total=config.max_iters, unit="step", leave=False, disable=not TERMINAL or RANK > 0)
     for (arm, seed), folder in held_runs(runs):
         record = {"arm": arm, "seed": seed, "config": settings | plan["arms"][arm]}
-        record |= {k: plan[k] for k in ("data", "source", "commit")}
-        record |= {"binding": bound, "binding_sha256": digest(bound)}
+        record |= {k: plan[k] for k in ("data", "source", "commit")} | bound
         if record["config"]["dropout"]:  # whose masks depend on it
             record["processes"] = PROCESSES
         try:
@@ -768,7 +769,7 @@ def main(argv):
         except FileExistsError:
             say(f"{folder}: another process has finished this run, its files stay; do locks work on this disk?")
             continue
-        done = all_runs.n = sum((folder / "ckpt.pt").exists() for folder in runs.values())
+        done = all_runs.n = finished()
         all_runs.refresh()
         if RANK == 0:
             loss = "diverged" if last["val_loss"] is None else f"{last['val_loss']:.4f} nats"
@@ -776,8 +777,7 @@ def main(argv):
             say(f"{arm} seed{seed}: {loss} after {last['iter']} steps; {len(runs) - done} runs, {minutes:.0f} min left")
     bar.close()
     all_runs.close()
-    left = sum(not (folder / "ckpt.pt").exists() for folder in runs.values())
-    say(f"{len(runs) - left} of {len(runs)} runs are finished; next: python analyze.py runs {out}")
+    say(f"{finished()} of {len(runs)} runs are finished; next: python analyze.py runs {out}")
 
 
 def experiment(argv):
