@@ -527,7 +527,7 @@ def test_every_config_of_the_project_is_read():
 def test_routing_1m_contains_residual_1m():
     a, b = (vars(train.read_config(str(ROOT / f"config/{n}_1m.py"), {})) for n in ("residual", "routing"))
     assert len(b["arms"]) == 12 and all(b["arms"][k] == v for k, v in a["arms"].items())
-    assert {k for k in a if a[k] != b[k]} == {"arms", "contrasts", "out_dir"}
+    assert {k for k in a if a[k] != b[k]} == {"arms", "seeds", "contrasts", "out_dir"}
 
 
 def test_dropout_of_an_arm_is_seeded(place):
