@@ -127,6 +127,7 @@ class Subject:
     model_type: str | None = None
     tokenizer: object = None
     bos: int | None = None  # the beginning-of-text token
+    weights: str | None = None  # in what form a GGUF file held them
 
 
 def load_run(path):
@@ -252,6 +253,7 @@ def open_transformers(name, dtype):
         model_type=config.model_type,
         tokenizer=tokenizer,
         bos=config.bos_token_id if tokenizer is None or tokenizer.bos_token_id is None else tokenizer.bos_token_id,
+        weights=getattr(config, "weights", None),
     )
 
 
@@ -328,7 +330,10 @@ def read_windows(subject, data=None, text=None, windows=64, window_length=None, 
         raise UserError(f"say on which text to measure {label}: --data=NAME or --text=FILE")
     else:
         _, tokens, meta = prepare.load(folder, subject.vocab_size)
-        check_tokens(subject, folder, meta)
+        if meta["tokenizer"] == "char" and subject.tokenizer is not None:  # the same text, in the model's own tokens
+            tokens = np.array(encode(prepare.decode(tokens.tolist(), meta), subject), np.int64)
+        else:
+            check_tokens(subject, folder, meta)
     most = math.inf if subject.positions is None else subject.positions - bos
     T = min(most, 1024) if window_length is None else window_length
     if not 2 <= T <= most:
@@ -649,7 +654,9 @@ def heads_of(name, out, flags):
     measures, n_kv_head = measure(model, w, bos, modes, out / "heads.pt")
     T = w.shape[1] - 1 - bos
     report = {"model": subject.label, "parameters": sum(p.numel() for p in model.parameters()), "dtype": dtype}
-    report |= {"text": text, "bos": bos} | {k: getattr(subject, k) for k in ("removal", "routing", "val_loss")}
+    report |= {"text": text, "bos": bos} | {
+        k: getattr(subject, k) for k in ("removal", "routing", "val_loss", "weights")
+    }
     report |= {"window_length": T, "tokens": len(w) * T} | summarize(measures, n_kv_head)
     markdown = markdown_heads(report)
     figures_heads(out, report, measures)

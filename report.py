@@ -340,7 +340,8 @@ def draw_doses(axis, report, name, lines):
     """The loss against the one number in which arms differ, a line for each rest."""
     for k, line in enumerate(lines.values()):
         arms = [arm for _, arm in line]
-        label = re.sub(r"[@+_=.\d-]*$", "", os.path.commonprefix(arms)) or arms[0]  # A@1e-3, A@3e-3: A
+        shared = os.path.commonprefix(arms)  # A@1e-3, A@3e-3: A
+        label = shared.partition("@")[0] if "@" in shared else re.sub(r"[+_=.\d-]*$", "", shared) or arms[0]
         means = [report["arms"][arm]["mean"] for arm in arms]
         style = {"color": COLOURS[k % 7], "marker": MARKERS[k % 4]}
         axis.plot([v for v, _ in line], [math.nan if m is None else m for m in means], gid=label, **style)
@@ -405,7 +406,10 @@ def heads_sentences(report):
     else:
         cost = f"{number(report['delta_all'], '+.4f')} nats in all heads at once, {number(s['delta'], '+.5f')} in one"
         foretold = f"r {number(s['r_stat_delta'], '.2f')} between own and that on other text"
-        lines.append(f"Effect: removing the own value, at all positions but the first, costs {cost}; {foretold}.")
+        worth = f" (setting it to zero: {number(s['delta_zero'], '+.5f')})" * (s["delta_zero"] is not None)
+        lines.append(
+            f"Effect: removing the own value, at all positions but the first, costs {cost}{worth}; {foretold}."
+        )
     return "\n".join(f"- {line}" for line in lines)
 
 
@@ -418,32 +422,34 @@ def markdown_heads(report):
         ["null", number(summary["null"], "+.3f"), "cosine with values of earlier positions"],
         ["own − null", gap, "what is left for the own value, with 95% over windows"],
         ["explained", number(summary["explained"], ".1%"), "null / own (– where own is near 0; above 100%: null wins)"],
-        ["r_stat", reliability(summary, "r_stat"), "would other text rank the heads alike by own?"],
     ]
     if summary["across"] is not None:
         gap = f"{number(summary['across'], '+.3f')} − {number(summary['across_null'], '+.3f')}"
-        rows.insert(4, ["across − across_null", gap, "own − null with the values of the other groups"])
+        rows.append(["across − across_null", gap, "own − null with the values of the other groups"])
     if effects:
         cost = number(report["delta_all"], "+.4f")
-        rows.insert(-1, ["delta_all", cost, "nats lost by removing the own value in all heads at once"])
-        rows.insert(-1, ["delta", number(summary["delta"], "+.5f"), "the same in one head, mean over heads"])
+        rows.append(["delta_all", cost, "nats lost by removing the own value in all heads at once"])
+        rows.append(["delta", number(summary["delta"], "+.5f"), "the same in one head, mean over heads"])
+    if summary["delta_zero"] is not None:
+        rows.append(
+            ["delta_zero", number(summary["delta_zero"], "+.5f"), "by setting one head to zero, mean over heads"]
+        )
+    rows.append(["r_stat", reliability(summary, "r_stat"), "would other text rank the heads alike by own?"])
+    if effects:
         rows.append(["r_delta", reliability(summary, "r_delta"), "and by delta, what removal in one head loses?"])
         for k, name in PREDICTORS.items():
             r, rho = (number(summary[f"r_{k}_delta{end}"], ".3f") for end in ("", "_spearman"))
             ceiling = f", ceiling {number(summary['r_stat_delta_ceiling'], '.3f')}" * (k == "stat")
             rows.append([f"r_{k}_delta", r, f"does {name} foretell delta on other text? Spearman {rho}{ceiling}"])
-    if summary["delta_zero"] is not None:
-        rows.insert(
-            -1, ["delta_zero", number(summary["delta_zero"], "+.5f"), "by setting one head to zero, mean over heads"]
-        )
     groups = f" in {report['n_kv_head']} key-value groups" * (report["n_kv_head"] != report["n_head"])
+    weights = f" (from {report['weights']})" if report["weights"] else ""
     lines = [
         f"# {report['model']}: heads",
         heads_sentences(report),
         f"{report['n_layer']} layers × {report['n_head']} heads{groups}, {report['parameters']:,} parameters,"
-        f" {report['dtype']}; {report['windows']:,} windows of {report['window_length']:,} tokens of {report['text']},"
-        f" {'with' if report['bos'] else 'without'} a beginning-of-text token in front. Loss of the untouched model:"
-        f" {number(report['loss'])} nats per token.",
+        f" {report['dtype']}{weights}; {report['windows']:,} windows of {report['window_length']:,} tokens of"
+        f" {report['text']}, {'with' if report['bos'] else 'without'} a beginning-of-text token in front. Loss of the"
+        f" untouched model: {number(report['loss'])} nats per token.",
         table(["measure", "value", "meaning"], rows),
         f"Each r is over {report['n_layer'] * report['n_head']} heads, between even and odd ones of"
         f" {report['windows']:,} windows, {report['tokens']:,} tokens: it grows with the text. Spearman-Brown is what"
@@ -503,9 +509,10 @@ def figures_heads(out, report, measures):
     """heads_map.png, heads_null.png, heads_halves.png (two windows or more), heads_delta.png (with interventions)."""
     for old in out.glob("heads_*.png"):  # of an earlier measurement, which may have had more
         old.unlink()
-    summary, means = report["summary"], {k: measures[k].mean(0) for k in ("own", "null", "across", "delta")}  # (L, H)
+    summary, names = report["summary"], ("own", "null", "across", "delta", "delta_zero")
+    means = {k: measures[k].mean(0) for k in names}  # (L, H)
     figure_map(out / "heads_map.png", report, means["own"], means["null"])
-    own, null, across, delta = (a.ravel() for a in means.values())
+    own, null, across, delta, zero = (a.ravel() for a in means.values())
     title = "own against null; on the line both are equal"
     panels = [(null, own, title, "null (cosine, earlier values)", "own (cosine)", None)]
     if summary["across"] is not None:
@@ -517,7 +524,8 @@ def figures_heads(out, report, measures):
         se = np.array([h["delta_se"] or 0.0 for h in report["heads"]])
         title = f"removing the own value; r across halves {number(summary['r_stat_delta'], '.2f')}"
         panel = (own, delta, title, "own (cosine)", "delta, loss added (nats per token, ± se)", se)
-        figure_scatter(out / "heads_delta.png", report, [panel])
+        worth = (zero, delta, "what the whole head is worth", "delta_zero (nats), head set to zero", panel[4], se)
+        figure_scatter(out / "heads_delta.png", report, [panel, worth] if np.isfinite(zero).all() else [panel])
     if report["windows"] > 1:
         panels = []
         for k, r_k, name in (("own", "r_stat", "own (cosine)"), ("delta", "r_delta", "delta (nats)"))[: 1 + effects]:

@@ -741,6 +741,17 @@ def test_s7_text_is_text(work, saved):
     (Path(path) / "tokenizer.json").write_bytes(whole)
 
 
+def test_text_in_characters_is_read_in_the_tokens_of_the_model(work, saved):
+    path = saved("gpt2", vocab_size=50257, n_positions=48)
+    gpt2_tokenizer(path)
+    _, subject = heads.open_model(path)
+    text = Path("tiny.txt").read_text()[-497:]  # the validation split: 4,964 characters less nine tenths of them
+    w, label = heads.read_windows(subject, data="tiny", windows=100, window_length=20)
+    ids = subject.tokenizer(text)["input_ids"]
+    assert label == "tiny" and len(w) == (len(ids) - 1) // 20
+    assert w[:, :-1].ravel().tolist() == ids[: 20 * len(w)]
+
+
 def test_c5_a_weights_file_cut_in_half_is_one_line(work, saved):
     path = Path(saved("llama", rms_norm_eps=2e-5))
     weights = path / "model.safetensors"
