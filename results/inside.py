@@ -1,0 +1,116 @@
+"""
+What happens inside the first steps of basin_1m's arms, with help and without: a figure and its numbers.
+
+    python results/inside.py                 after `python prepare.py shakespeare`; a few minutes, nothing is read back
+
+Trains seed 100 of four arms again, as train.py does, for 1,000 steps, and looks every 25 at the same 64 validation
+windows: how much attention goes to the own position, what share of the spread of the vectors after each layer their own
+token explains, and how large the gradient is that reaches each layer's attention. Writes inside.json and inside.png
+into results/basin_1m.
+"""
+
+import json
+import sys
+from pathlib import Path
+
+import numpy as np
+import torch
+from matplotlib.figure import Figure
+
+HERE = Path(__file__).resolve().parent
+sys.path.insert(0, str(HERE.parent))
+
+import prepare  # noqa: E402
+import train  # noqa: E402
+from configurator import cli  # noqa: E402
+from report import COLOURS, save_figure  # noqa: E402
+
+ARMS, SEED, STEPS, EVERY = ("FullResidual", "FFNOnly", "Help250", "Late250"), 100, 1000, 25
+
+
+def explained_by_token(x, ids):
+    """Share of the variance of vectors x (N, C) that the means of equal tokens ids (N,) explain, summed over C."""
+    total = (x - x.mean(0)).square().sum()
+    between = sum(len(x[ids == t]) * (x[ids == t].mean(0) - x.mean(0)).square().sum() for t in ids.unique())
+    return float(between / total)
+
+
+def look(model, w):
+    """Attention to the own position, share explained by the own token, gradient norm: a list over layers of each."""
+    H, own, vectors = model.config.n_head, [], []
+
+    def attention(module, inputs, output):  # output: (B, T, 3 C)
+        q, k, _ = (x.unflatten(-1, (H, -1)).transpose(1, 2) for x in output.detach().chunk(3, -1))  # (B, H, T, D)
+        T = q.shape[2]
+        mask = torch.full((T, T), -torch.inf).triu(1) if model.mask is None else model.mask[:T, :T]
+        p = (q @ k.mT / q.shape[-1] ** 0.5 + mask).softmax(-1)  # (B, H, T, T)
+        own.append(float(p.diagonal(dim1=-2, dim2=-1)[..., 1:].mean()))
+
+    hooks = [block.attn.c_attn.register_forward_hook(attention) for block in model.h]
+    hooks += [
+        block.register_forward_hook(lambda m, i, x: vectors.append(x.detach().flatten(0, 1))) for block in model.h
+    ]
+    loss = model(w[:, :-1], w[:, 1:], reduction="mean")[1]
+    loss.backward()
+    for hook in hooks:
+        hook.remove()
+    gradients = [float(block.attn.c_attn.weight.grad.norm()) for block in model.h]
+    model.zero_grad(set_to_none=True)
+    token = [explained_by_token(x, w[:, :-1].flatten()) for x in vectors]
+    return {"loss": float(loss.detach()), "own_attention": own, "own_token": token, "gradient": gradients}
+
+
+def train_and_look(config, arm, tokens, w):
+    """A list of what look() sees at steps 0, EVERY, ... of a run."""
+    model = train.first_model(config, arm, SEED).train()
+    config = train.arm_config(config, arm)
+    optimizer, seen = train.make_optimizer(model, config), []
+    for step in range(STEPS + 1):
+        model.at_step(step)
+        if step % EVERY == 0:
+            seen.append({"step": step, **look(model, w)})
+        for group in optimizer.param_groups:
+            group["lr"] = train.learning_rate(config, step)
+        rows = train.batch(tokens, SEED, step, config.batch_size, config.block_size)
+        train.take_step(model, optimizer, rows, config.batch_size, train.autocast(config), config.grad_clip)
+    return seen
+
+
+def draw(seen, path):
+    fig = Figure(figsize=(14, 10), layout="constrained")
+    axes = fig.subplots(3, len(ARMS), sharex=True, sharey="row")
+    labels = {"own_attention": "attention to the own position", "own_token": "share explained by the own token"}
+    labels["gradient"] = "gradient norm of the attention weights"
+    for column, arm in zip(axes.T, ARMS, strict=True):
+        steps = [s["step"] for s in seen[arm]]
+        for axis, (name, label) in zip(column, labels.items(), strict=True):
+            for layer in range(len(seen[arm][0][name])):
+                values = [s[name][layer] for s in seen[arm]]
+                axis.plot(steps, values, color=COLOURS[layer], lw=1.6, label=f"layer {layer}")
+            if arm.startswith(("Help", "Late")):
+                start = 500 if arm == "Late250" else 0
+                axis.axvspan(start, start + 250, color="0.92", zorder=0)
+            axis.spines[["top", "right"]].set_visible(False)
+            if axis in axes[:, 0]:
+                axis.set_ylabel(label)
+        column[0].set_title(arm)
+        column[2].set(yscale="log", xlabel="training step")
+    axes[0, 0].legend(frameon=False, fontsize=8)
+    save_figure(fig, path, "Inside basin_1m, seed 100; grey: attention to the own position is favoured, from 4 to 0")
+
+
+def main(argv):
+    torch.set_num_threads(1)
+    config = train.read_config(str(HERE.parent / "config/basin_1m.py"), {})
+    config.device = "cpu"
+    tokens, val, meta = prepare.load(Path("data") / config.dataset)
+    config.vocab_size = meta["vocab_size"]
+    w = torch.as_tensor(np.array(prepare.windows(val, config.block_size)[:64], np.int64))  # (64, T + 1)
+    seen = {arm: train_and_look(config, arm, tokens, w) for arm in ARMS}
+    out = HERE / "basin_1m"
+    (out / "inside.json").write_text(json.dumps(seen))
+    draw(seen, out / "inside.png")
+
+
+if __name__ == "__main__":
+    cli(main)

@@ -1,0 +1,91 @@
+"""
+How many seeds? How often fewer than the 16 of xsa_1m say what all of them say.
+
+    python results/seeds.py [results/xsa_1m]
+
+For each planned contrast and n seeds, 500 draws of n of the 16 without replacement. Paired: the n seeds of both sides,
+judged as the report does. Unpaired: n seeds for each side, drawn apart, and Welch's test; an interaction has no such
+test here. Counted are draws that give the sign of the mean, and those that give the verdict, of all 16. Draws of 8 or
+12 of 16 overlap much, so their shares are higher than those of fresh seeds would be. Writes seeds.csv, seeds.png.
+"""
+
+import sys
+from pathlib import Path
+
+import numpy as np
+from matplotlib.figure import Figure
+
+HERE = Path(__file__).resolve().parent
+sys.path.insert(0, str(HERE.parent))
+
+from analyze import decide, last_row, paired, welch  # noqa: E402
+from configurator import cli, read_json  # noqa: E402
+from report import COLOURS, STYLES, save_figure, side_name, write_csv  # noqa: E402
+
+SIZES, DRAWS = (1, 2, 3, 5, 8, 12), 500
+
+
+def judged(comparisons, contrasts, plan):
+    """Verdicts of one draw: {contrast: (sign, verdict)}."""
+    for c, (a, b) in zip(comparisons, contrasts, strict=True):
+        c |= {"a": a, "b": b, "predicted": None}
+    decide(comparisons, plan["alpha"], plan["margin"])
+    return [(np.sign(c["mean"]), c["verdict"]) for c in comparisons]
+
+
+def drawn(losses, contrasts, plan, n, rng, matched):
+    """One draw of n seeds -> what judged() says of it. losses: {arm: (seeds,)}."""
+    seeds, m, comparisons = plan["seeds"], len(contrasts), []
+    i = rng.choice(len(seeds), n, replace=False)
+    other = i if matched else rng.choice(len(seeds), n, replace=False)
+    for a, b in contrasts:
+        if isinstance(a, list):
+            x, y = losses[a[0]][i] - losses[a[1]][i], losses[b[0]][i] - losses[b[1]][i]
+        else:
+            x, y = losses[a][i], losses[b][other]
+        test = paired if matched else welch
+        comparisons.append(test(x, y, plan["margin"], plan["alpha"], m))
+    return judged(comparisons, contrasts, plan)
+
+
+def draw(rows, names, path):
+    fig = Figure(figsize=(11, 4.8), layout="constrained")
+    for axis, what in zip(fig.subplots(1, 2, sharey=True), ("sign", "verdict"), strict=True):
+        for k, name in enumerate(names):
+            for how, style in (("paired", STYLES[0]), ("unpaired", STYLES[2])):
+                line = [r for r in rows if r["contrast"] == name and r["how"] == how and r[what] is not None]
+                if line:
+                    x, y = [r["n"] for r in line], [r[what] for r in line]
+                    axis.plot(x, y, style, color=COLOURS[k % 7], marker=".", label=name if how == "paired" else None)
+        axis.set(title=f"same {what} as all 16 seeds", xlabel="seeds", xticks=SIZES, ylim=(0, 1.02))
+        axis.spines[["top", "right"]].set_visible(False)
+    fig.axes[0].set_ylabel("share of draws")
+    handles, labels = fig.axes[0].get_legend_handles_labels()
+    fig.legend(handles, labels, loc="outside lower center", ncols=3, frameon=False, fontsize=8)
+    save_figure(fig, path, "How many seeds? Solid: paired, dotted: unpaired")
+
+
+def main(argv):
+    out = Path(argv[0]) if argv else HERE / "xsa_1m"
+    plan = read_json(out / "plan.json", "arms", "seeds", "contrasts")
+    losses = {a: np.array([last_row(out / a / f"seed{s}")["val_loss"] for s in plan["seeds"]]) for a in plan["arms"]}
+    contrasts, rng, rows = [c[:2] for c in plan["contrasts"]], np.random.default_rng(0), []
+    names = [f"{side_name(a)} − {side_name(b)}" for a, b in contrasts]
+    whole = drawn(losses, contrasts, plan, len(plan["seeds"]), rng, True)
+    for n in SIZES:
+        for matched in (True, False):
+            draws = [drawn(losses, contrasts, plan, n, rng, matched) for _ in range(DRAWS)]
+            for k, (a, _) in enumerate(contrasts):
+                if isinstance(a, list) and not matched:
+                    continue
+                sign, verdict = (float(np.mean([d[k][j] == whole[k][j] for d in draws])) for j in (0, 1))
+                row = {"contrast": names[k], "all": whole[k][1], "n": n, "how": "paired" if matched else "unpaired"}
+                rows.append(row | {"sign": sign, "verdict": verdict if n > 1 else None})
+    write_csv(out / "seeds.csv", rows)
+    draw(rows, names, out / "seeds.png")
+    for r in rows:
+        print(f"{r['contrast']:60} {r['n']:3} {r['how']:9} sign {r['sign']:.2f} verdict {r['verdict'] or 0:.2f}")
+
+
+if __name__ == "__main__":
+    cli(main)
