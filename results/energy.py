@@ -1,7 +1,7 @@
 """
 How much of the heads' output lies along what xsa_1m removes, in each arm's trained models.
 
-    python results/energy.py out/xsa_1m           needs the checkpoints; writes energy.csv into results/xsa_1m
+    python results/energy.py out/xsa_1m           needs the checkpoints; writes energy.csv there
 
 Share: the sum of (y.v)^2 / |v|^2 over the sum of |y|^2, y a head's output before removal and v its own value, over
 heads, positions i >= 1 and 64 validation windows, by layer; `own` is the mean over layers. The arms self, matched and
@@ -58,7 +58,7 @@ def main(argv):
             rows.append(row | {"matched": matched and np.mean(matched)})
         share = [r["own"] for r in rows if r["arm"] == arm]
         print(f"{arm:16} own {np.mean(share):.3f} ± {np.std(share, ddof=1):.3f} over {len(share)} seeds")
-    write_csv(HERE / "xsa_1m/energy.csv", rows)
+    write_csv(out / "energy.csv", rows)
 
 
 if __name__ == "__main__":

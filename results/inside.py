@@ -5,8 +5,9 @@ What happens inside the first steps of basin_1m's arms, with help and without: a
 
 Trains seed 100 of four arms again, as train.py does, for 1,000 steps, and looks every 25 at the same 64 validation
 windows: how much attention goes to the own position, what share of the spread of the vectors after each layer their own
-token explains, and how large the gradient is that reaches each layer's attention. Writes inside.json and inside.png
-into results/basin_1m.
+token explains, and how large the gradient is that reaches each layer's query, key and value weights. Where the log of
+the run is in results/basin_1m, the last training loss must be the one that stands there, to 1e-5. Writes inside.json
+and inside.png beside it.
 """
 
 import json
@@ -62,6 +63,7 @@ def look(model, w):
 
 def train_and_look(config, arm, tokens, w):
     """A list of what look() sees at steps 0, EVERY, ... of a run."""
+    log = HERE / f"basin_1m/{arm}/seed{SEED}/log.jsonl"
     model = train.first_model(config, arm, SEED).train()
     config = train.arm_config(config, arm)
     optimizer, seen = train.make_optimizer(model, config), []
@@ -72,7 +74,10 @@ def train_and_look(config, arm, tokens, w):
         for group in optimizer.param_groups:
             group["lr"] = train.learning_rate(config, step)
         rows = train.batch(tokens, SEED, step, config.batch_size, config.block_size)
-        train.take_step(model, optimizer, rows, config.batch_size, train.autocast(config), config.grad_clip)
+        loss, _ = train.take_step(model, optimizer, rows, config.batch_size, train.autocast(config), config.grad_clip)
+    if log.exists():
+        logged = next(row["loss"] for row in map(json.loads, log.open()) if row["iter"] == STEPS)
+        assert abs(float(loss) - logged) < 1e-5, (arm, float(loss), logged)
     return seen
 
 

@@ -4,9 +4,10 @@ How many seeds? How often fewer than the 16 of xsa_1m say what all of them say.
     python results/seeds.py [results/xsa_1m]
 
 For each planned contrast and n seeds, 500 draws of n of the 16 without replacement. Paired: the n seeds of both sides,
-judged as the report does. Unpaired: n seeds for each side, drawn apart, and Welch's test; an interaction has no such
-test here. Counted are draws that give the sign of the mean, and those that give the verdict, of all 16. Draws of 8 or
-12 of 16 overlap much, so their shares are higher than those of fresh seeds would be. Writes seeds.csv, seeds.png.
+judged as the report does. Unpaired: n seeds for each side, drawn apart, so that some may be on both, and Welch's test;
+interactions are left out there. Counted are draws that give the sign of the mean, and those that give the verdict, that
+the report of all 16 gives. Where that verdict is undecided, few seeds agree for want of power. Draws of 8 or 12 of 16
+overlap much, so their shares are higher than those of fresh seeds would be. Writes seeds.csv and seeds.png.
 """
 
 import sys
@@ -19,14 +20,14 @@ HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent))
 
 from analyze import decide, last_row, paired, welch  # noqa: E402
-from configurator import cli, read_json  # noqa: E402
-from report import COLOURS, STYLES, save_figure, side_name, write_csv  # noqa: E402
+from configurator import UserError, cli, read_json  # noqa: E402
+from report import COLOURS, STYLES, number, save_figure, side_name, write_csv  # noqa: E402
 
 SIZES, DRAWS = (1, 2, 3, 5, 8, 12), 500
 
 
 def judged(comparisons, contrasts, plan):
-    """Verdicts of one draw: {contrast: (sign, verdict)}."""
+    """Adds what the report would say of one draw -> [(sign, verdict), ...]."""
     for c, (a, b) in zip(comparisons, contrasts, strict=True):
         c |= {"a": a, "b": b, "predicted": None}
     decide(comparisons, plan["alpha"], plan["margin"])
@@ -68,23 +69,25 @@ def draw(rows, names, path):
 def main(argv):
     out = Path(argv[0]) if argv else HERE / "xsa_1m"
     plan = read_json(out / "plan.json", "arms", "seeds", "contrasts")
-    losses = {a: np.array([last_row(out / a / f"seed{s}")["val_loss"] for s in plan["seeds"]]) for a in plan["arms"]}
+    runs = {a: [last_row(out / a / f"seed{s}") for s in plan["seeds"]] for a in plan["arms"]}
+    if not all(row and row["val_loss"] for rows in runs.values() for row in rows):
+        raise UserError(f"{out}: a run is missing or diverged, finish them first")
+    losses = {a: np.array([row["val_loss"] for row in rows]) for a, rows in runs.items()}
     contrasts, rng, rows = [c[:2] for c in plan["contrasts"]], np.random.default_rng(0), []
-    names = [f"{side_name(a)} − {side_name(b)}" for a, b in contrasts]
     whole = drawn(losses, contrasts, plan, len(plan["seeds"]), rng, True)
+    names = [f"{side_name(a)} − {side_name(b)}: {v}" for (a, b), (_, v) in zip(contrasts, whole, strict=True)]
     for n in SIZES:
         for matched in (True, False):
-            draws = [drawn(losses, contrasts, plan, n, rng, matched) for _ in range(DRAWS)]
-            for k, (a, _) in enumerate(contrasts):
-                if isinstance(a, list) and not matched:
-                    continue
-                sign, verdict = (float(np.mean([d[k][j] == whole[k][j] for d in draws])) for j in (0, 1))
+            asked = [k for k, (a, _) in enumerate(contrasts) if matched or isinstance(a, str)]
+            draws = [drawn(losses, [contrasts[k] for k in asked], plan, n, rng, matched) for _ in range(DRAWS)]
+            for i, k in enumerate(asked):
+                sign, verdict = (float(np.mean([d[i][j] == whole[k][j] for d in draws])) for j in (0, 1))
                 row = {"contrast": names[k], "all": whole[k][1], "n": n, "how": "paired" if matched else "unpaired"}
                 rows.append(row | {"sign": sign, "verdict": verdict if n > 1 else None})
     write_csv(out / "seeds.csv", rows)
     draw(rows, names, out / "seeds.png")
     for r in rows:
-        print(f"{r['contrast']:60} {r['n']:3} {r['how']:9} sign {r['sign']:.2f} verdict {r['verdict'] or 0:.2f}")
+        print(f"{r['contrast']:60} {r['n']:3} {r['how']:9} sign {r['sign']:.2f} verdict {number(r['verdict'], '.2f')}")
 
 
 if __name__ == "__main__":

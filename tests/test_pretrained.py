@@ -17,7 +17,7 @@ needs_packages = pytest.mark.skipif(not THERE, reason="no real weights here: mak
 TEXT = "The capital of France is Paris. It lies on the Seine, and two million people live there; many more visit it."
 
 
-@pytest.mark.skipif(THERE, reason="the packages are installed")
+@pytest.mark.skipif(importlib.util.find_spec("gguf") is not None, reason="the packages are installed")
 def test_without_its_packages_a_line_says_what_to_install(tmp_path):
     with pytest.raises(UserError, match="pip install"):
         from_gguf.main([f"--out={tmp_path}/model"])
@@ -55,7 +55,7 @@ def test_real_weights_are_measured_as_transformers_and_a_slow_loop_do(folder):
     assert subject.weights.startswith("SmolLM2-135M-Instruct.Q4_1.gguf: 210 tensors Q4_1")
     ids = torch.tensor([heads.encode(TEXT, subject)])  # (1, T + 1)
     assert subject.tokenizer.decode(model(ids[:, :5]).logits[0, -1].argmax()) == " Paris"
-    x, n_kv_head = heads.measure(model, ids.numpy(), interventions=["own"])
+    x, n_kv_head = heads.measure(model, ids.numpy(), interventions=["own", "zero"])
     eager = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager").eval()
 
     def loss():
@@ -65,23 +65,47 @@ def test_real_weights_are_measured_as_transformers_and_a_slow_loop_do(folder):
     untouched = loss()
     assert n_kv_head == 3 and x["loss"][0] == pytest.approx(untouched, abs=1e-4)
     for layer, head in ((0, 0), (14, 4), (29, 8)):
-        attention, kept, group = eager.model.layers[layer].self_attn, {}, head // 3
+        attention, own, across = eager.model.layers[layer].self_attn, [], []
+        for mode, key in (("own", "delta"), ("zero", "delta_zero")):
+            kept = {}
 
-        def remove(module, inputs, kept=kept, head=head, group=group):
-            y, v = inputs[0].clone(), kept["v"]
-            for i in range(1, y.shape[1]):  # y: (1, T, 9 * 64), v: (1, T, 3 * 64)
-                a, d = y[0, i, 64 * head : 64 * head + 64], v[0, i, 64 * group : 64 * group + 64]
-                kept.setdefault("own", []).append(float(a @ d / a.norm() / d.norm()))
-                a -= (a @ d) / (d @ d) * d
-            return (y,)
+            def change(module, inputs, kept=kept, head=head, mode=mode, own=own, across=across):
+                y, v = inputs[0].clone().unflatten(-1, (9, 64)), kept["v"].unflatten(-1, (3, 64))
+                for i in range(1, y.shape[1]):
+                    a, group = y[0, i, head].clone(), head // 3
+                    cosines = [float(a @ v[0, i, g] / a.norm() / v[0, i, g].norm()) for g in range(3)]
+                    own.append(cosines.pop(group))
+                    across.append(np.mean(cosines))
+                    d = v[0, i, group]
+                    y[0, i, head] = 0 if mode == "zero" else a - (a @ d) / (d @ d) * d
+                return (y.flatten(-2),)
 
-        hooks = [attention.v_proj.register_forward_hook(lambda m, i, o, kept=kept: kept.update(v=o))]
-        hooks += [attention.o_proj.register_forward_pre_hook(remove)]
-        removed = loss()
-        for hook in hooks:
-            hook.remove()
-        assert x["own"][0, layer, head] == pytest.approx(np.mean(kept["own"]), abs=1e-5)
-        assert x["delta"][0, layer, head] == pytest.approx(removed - untouched, abs=2e-5)
+            hooks = [attention.v_proj.register_forward_hook(lambda m, i, o, kept=kept: kept.update(v=o))]
+            hooks += [attention.o_proj.register_forward_pre_hook(change)]
+            removed = loss()
+            for hook in hooks:
+                hook.remove()
+            assert x[key][0, layer, head] == pytest.approx(removed - untouched, abs=2e-5)
+        assert x["own"][0, layer, head] == pytest.approx(np.mean(own), abs=1e-5)
+        assert x["across"][0, layer, head] == pytest.approx(np.mean(across), abs=1e-5)
+
+
+@needs_packages
+def test_the_weights_are_those_of_the_file(folder):
+    """Against the dequantisation of the package gguf; the file interleaves rows of queries, as llama.cpp does."""
+    import gguf
+    from transformers import AutoModelForCausalLM
+
+    weights = AutoModelForCausalLM.from_pretrained(folder).state_dict()
+    names = {"token_embd": "embed_tokens", "blk.7.attn_v": "layers.7.self_attn.v_proj"}
+    names |= {"blk.7.ffn_down": "layers.7.mlp.down_proj", "blk.7.attn_q": "layers.7.self_attn.q_proj"}
+    found = {t.name: t for t in gguf.GGUFReader(from_gguf.packaged()).tensors}
+    for name, ours in names.items():
+        tensor = found[f"{name}.weight"]
+        want = gguf.dequantize(tensor.data, tensor.tensor_type)
+        if name.endswith("attn_q"):  # (9 heads, 32 pairs, 2, C) -> (9 heads, 2 halves, 32, C)
+            want = want.reshape(9, 32, 2, -1).swapaxes(1, 2).reshape(want.shape)
+        assert np.array_equal(weights[f"model.{ours}.weight"].numpy(), want)
 
 
 @needs_packages
