@@ -1,0 +1,64 @@
+"""
+The picture of basin_1m: validation loss over the steps of training, an arm a panel, the help shaded.
+
+    python results/basin.py                  from the logs in results/basin_1m; writes basin.png and help.png there
+"""
+
+import sys
+from pathlib import Path
+
+import numpy as np
+from matplotlib.figure import Figure
+
+HERE = Path(__file__).resolve().parent
+sys.path.insert(0, str(HERE.parent))
+
+from analyze import last_row  # noqa: E402
+from configurator import cli, read_json  # noqa: E402
+from model import at_points  # noqa: E402
+from report import COLOURS, save_figure  # noqa: E402
+
+SAID = {  # the four panels of README's figure
+    "FullResidual": "both skip paths",
+    "FFNOnly": "no skip path around attention",
+    "Help250": "the same, helped for 250 steps",
+    "Late250": "the same help, from step 500 on",
+}
+
+
+def draw(plan, arms, titles, columns, path, title):
+    rows = -(-len(arms) // columns)
+    fig = Figure(figsize=(3.1 * columns, 0.6 + 3.1 * rows), layout="constrained")
+    axes = fig.subplots(rows, columns, sharex=True, sharey=True, squeeze=False)
+    steps = np.arange(plan["config"]["max_iters"] + 1)
+    for axis, arm in zip(axes.flat, arms, strict=True):
+        bias = np.array([at_points(plan["arms"][arm].get("self_bias", 0.0), step) for step in steps])
+        if bias.any():
+            shade = 1 - 0.3 * bias[None, :] / 4
+            axis.imshow(shade, cmap="gray", vmin=0, vmax=1, aspect="auto", extent=(0, steps[-1], 1.7, 4.4), zorder=0)
+        for seed in plan["seeds"]:
+            row = last_row(HERE / "basin_1m" / arm / f"seed{seed}")
+            history = [(i, v) for i, v in (row["val_history"] if row else ()) if v is not None]
+            axis.plot(*zip(*history, strict=True) if history else ([], []), color=COLOURS[0], lw=1)
+        for name in ("unigram", "bigram"):
+            axis.axhline(plan["references"][name], color="0.35", lw=1, ls=(0, (6, 3)))
+            axis.annotate(
+                name, (steps[-1], plan["references"][name]), (-2, 3), textcoords="offset points", ha="right", size=8
+            )
+        axis.set(title=titles.get(arm, arm), xlim=(0, steps[-1]), ylim=(1.7, 4.4))
+        axis.spines[["top", "right"]].set_visible(False)
+    fig.supxlabel("training step", size=10)
+    fig.supylabel("validation loss (nats per token)", size=10)
+    save_figure(fig, path, title)
+
+
+def main(argv):
+    plan, grey = read_json(HERE / "basin_1m/plan.json", "arms", "seeds", "references"), "a line a seed; grey: the help,"
+    n = len(plan["seeds"])
+    draw(plan, list(plan["arms"]), {}, 5, HERE / "basin_1m/basin.png", f"basin_1m, {n} seeds: {grey} self_bias 4 to 0")
+    title = f"{n} seeds: {grey} attention to the own position is favoured"
+    draw(plan, list(SAID), {arm: f"{arm}: {said}" for arm, said in SAID.items()}, 4, HERE / "basin_1m/help.png", title)
+
+
+if __name__ == "__main__":
+    cli(main)
