@@ -34,7 +34,7 @@ def draw(plan, arms, titles, columns, path, title):
     for axis, arm in zip(axes.flat, arms, strict=True):
         bias = np.array([at_points(plan["arms"][arm].get("self_bias", 0.0), step) for step in steps])
         if bias.any():
-            shade = 1 - 0.3 * bias[None, :] / 4
+            shade = 1 - 0.2 * bias[None, :] / 4
             axis.imshow(shade, cmap="gray", vmin=0, vmax=1, aspect="auto", extent=(0, steps[-1], 1.7, 4.4), zorder=0)
         for seed in plan["seeds"]:
             row = last_row(HERE / "basin_1m" / arm / f"seed{seed}")
@@ -45,7 +45,7 @@ def draw(plan, arms, titles, columns, path, title):
             axis.annotate(
                 name, (steps[-1], plan["references"][name]), (-2, 3), textcoords="offset points", ha="right", size=8
             )
-        axis.set(title=titles.get(arm, arm), xlim=(0, steps[-1]), ylim=(1.7, 4.4))
+        axis.set(title=titles.get(arm, arm), xlim=(0, steps[-1]), ylim=(1.7, 4.4), xticks=(0, 500, 1000, 1500))
         axis.spines[["top", "right"]].set_visible(False)
     fig.supxlabel("training step", size=10)
     fig.supylabel("validation loss (nats per token)", size=10)
@@ -57,7 +57,7 @@ def main(argv):
     n = len(plan["seeds"])
     draw(plan, list(plan["arms"]), {}, 5, HERE / "basin_1m/basin.png", f"basin_1m, {n} seeds: {grey} self_bias 4 to 0")
     title = f"{n} seeds: {grey} attention to the own position is favoured"
-    draw(plan, list(SAID), {arm: f"{arm}: {said}" for arm, said in SAID.items()}, 4, HERE / "basin_1m/help.png", title)
+    draw(plan, list(SAID), {arm: f"{arm}:\n{said}" for arm, said in SAID.items()}, 4, HERE / "basin_1m/help.png", title)
 
 
 if __name__ == "__main__":
