@@ -3,7 +3,7 @@ What happens inside the first steps of basin_1m's arms, with help and without: a
 
     python results/inside.py                 after `python prepare.py shakespeare`; a few minutes, nothing is read back
 
-Trains seed 100 of four arms again, as train.py does, for 1,000 steps, and looks every 25 at the same 64 validation
+Trains seed 100 of five arms again, as train.py does, for 1,000 steps, and looks every 25 at the same 64 validation
 windows: how much attention goes to the own position, what share of the spread of the vectors after each layer their own
 token explains, and how large the gradient is that reaches each layer's query, key and value weights. Where the log of
 the run is in results/basin_1m, the last training loss must be the one that stands there, to 1e-5. Writes inside.json
@@ -26,7 +26,7 @@ import train  # noqa: E402
 from configurator import cli  # noqa: E402
 from report import COLOURS, save_figure  # noqa: E402
 
-ARMS, SEED, STEPS, EVERY = ("FullResidual", "FFNOnly", "Help250", "Late250"), 100, 1000, 25
+ARMS, SEED, STEPS, EVERY = ("FullResidual", "FFNOnly", "Value", "Help250", "Late250"), 100, 1000, 25
 
 
 def explained_by_token(x, ids):
@@ -82,7 +82,7 @@ def train_and_look(config, arm, tokens, w):
 
 
 def draw(seen, path):
-    fig = Figure(figsize=(14, 10), layout="constrained")
+    fig = Figure(figsize=(16, 10), layout="constrained")
     axes = fig.subplots(3, len(ARMS), sharex=True, sharey="row")
     labels = {"own_attention": "attention to the own position", "own_token": "share explained by the own token"}
     labels["gradient"] = "gradient norm of the attention weights"
