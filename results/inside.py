@@ -4,10 +4,11 @@ What happens inside the first steps of basin_1m's arms, with help and without: a
     python results/inside.py                 after `python prepare.py shakespeare`; a few minutes, nothing is read back
 
 Trains seed 100 of five arms again, as train.py does, for 1,000 steps, and looks every 25 at the same 64 validation
-windows: how much attention goes to the own position, what share of the spread of the vectors after each layer their own
-token explains, and how large the gradient is that reaches each layer's query, key and value weights. Where the log of
-the run is in results/basin_1m, the last training loss must be the one that stands there, to 1e-5. Writes inside.json
-and inside.png beside it.
+windows. In each layer: how much attention goes to the own position; what share of the energy of the vectors after it is
+spread, that is, differs between positions; what share of that spread the own token explains; and how large the gradient
+is that reaches the query, key and value weights. Where the log of the run is in results/basin_1m, the last training
+loss must be the one that stands there, to 1e-5. Two arms are trained once more with the letter frequencies given, as
+fixed logarithms that are added to the logits: no plan has these. Writes inside.json and inside.png beside it.
 """
 
 import json
@@ -26,7 +27,20 @@ import train  # noqa: E402
 from configurator import cli  # noqa: E402
 from report import COLOURS, save_figure  # noqa: E402
 
-ARMS, SEED, STEPS, EVERY = ("FullResidual", "FFNOnly", "Value", "Help250", "Late250"), 100, 1000, 25
+SEED, STEPS, EVERY = 100, 1000, 25
+GIVEN = ", frequencies given"
+ARMS = ("FullResidual", "FFNOnly", "Help250", "Late250", "Value", "FFNOnly" + GIVEN, "Value" + GIVEN)
+LABELS = {  # what look() sees, a row of the figure each
+    "own_attention": "attention to the own position",
+    "spread": "share of energy that differs\nbetween positions",
+    "own_token": "share of it that the\nown token explains",
+    "gradient": "gradient norm of the\nattention weights",
+}
+
+
+def spread(x):
+    """Share of the energy of vectors x (N, C) that differs between them: 0 where all N are the same vector."""
+    return float((x - x.mean(0)).square().sum() / x.square().sum())
 
 
 def explained_by_token(x, ids):
@@ -37,7 +51,7 @@ def explained_by_token(x, ids):
 
 
 def look(model, w):
-    """Attention to the own position, share explained by the own token, gradient norm: a list over layers of each."""
+    """The loss, and each of LABELS as a list over layers."""
     H, own, vectors = model.config.n_head, [], []
 
     def attention(module, inputs, output):  # output: (B, T, 3 C)
@@ -55,16 +69,27 @@ def look(model, w):
     loss.backward()
     for hook in hooks:
         hook.remove()
-    gradients = [float(block.attn.c_attn.weight.grad.norm()) for block in model.h]
+    seen = {
+        "loss": float(loss.detach()),
+        "own_attention": own,
+        "spread": [spread(x) for x in vectors],
+        "own_token": [explained_by_token(x, w[:, :-1].flatten()) for x in vectors],
+        "gradient": [float(block.attn.c_attn.weight.grad.norm()) for block in model.h],
+    }
     model.zero_grad(set_to_none=True)
-    token = [explained_by_token(x, w[:, :-1].flatten()) for x in vectors]
-    return {"loss": float(loss.detach()), "own_attention": own, "own_token": token, "gradient": gradients}
+    return seen
 
 
 def train_and_look(config, arm, tokens, w):
     """A list of what look() sees at steps 0, EVERY, ... of a run."""
     log = HERE / f"basin_1m/{arm}/seed{SEED}/log.jsonl"
+    given, arm = arm.endswith(GIVEN), arm.removesuffix(GIVEN)
     model = train.first_model(config, arm, SEED).train()
+    if given:
+        counts = np.bincount(tokens, minlength=config.vocab_size) + 1
+        frequencies = torch.as_tensor(np.log(counts / counts.sum()), dtype=torch.float32)  # (V,)
+        plain = model.logits
+        model.logits = lambda x: plain(x) + frequencies
     config = train.arm_config(config, arm)
     optimizer, seen = train.make_optimizer(model, config), []
     for step in range(STEPS + 1):
@@ -82,26 +107,26 @@ def train_and_look(config, arm, tokens, w):
 
 
 def draw(seen, path):
-    fig = Figure(figsize=(16, 10), layout="constrained")
-    axes = fig.subplots(3, len(ARMS), sharex=True, sharey="row")
-    labels = {"own_attention": "attention to the own position", "own_token": "share explained by the own token"}
-    labels["gradient"] = "gradient norm of the attention weights"
+    fig = Figure(figsize=(19, 11), layout="constrained")
+    axes = fig.subplots(len(LABELS), len(ARMS), sharex=True, sharey="row")
     for column, arm in zip(axes.T, ARMS, strict=True):
         steps = [s["step"] for s in seen[arm]]
-        for axis, (name, label) in zip(column, labels.items(), strict=True):
+        for axis, name in zip(column, LABELS, strict=True):
             for layer in range(len(seen[arm][0][name])):
                 values = [s[name][layer] for s in seen[arm]]
                 axis.plot(steps, values, color=COLOURS[layer], lw=1.6, label=f"layer {layer}")
-            if arm.startswith(("Help", "Late")):
+            if arm in ("Help250", "Late250"):
                 start = 500 if arm == "Late250" else 0
                 axis.axvspan(start, start + 250, color="0.92", zorder=0)
             axis.spines[["top", "right"]].set_visible(False)
-            if axis in axes[:, 0]:
-                axis.set_ylabel(label)
-        column[0].set_title(arm)
-        column[2].set(yscale="log", xlabel="training step")
+        column[0].set_title(arm.replace(", ", ",\n"))
+        column[-1].set_xlabel("training step")
+    for row, (name, label) in zip(axes, LABELS.items(), strict=True):
+        row[0].set_ylabel(label)
+        if name in ("spread", "gradient"):
+            row[0].set_yscale("log")
     axes[0, 0].legend(frameon=False, fontsize=8)
-    save_figure(fig, path, "Inside basin_1m, seed 100; grey: attention to the own position is favoured, from 4 to 0")
+    save_figure(fig, path, f"Inside basin_1m, seed {SEED}; grey: the help, self_bias from 4 to 0")
 
 
 def main(argv):
