@@ -20,9 +20,9 @@ from report import COLOURS, save_figure  # noqa: E402
 
 SAID = {  # the four panels of README's figure
     "FullResidual": "both skip paths",
-    "FFNOnly": "no skip path around attention",
-    "Help250": "the same, helped for 250 steps",
-    "Late250": "the same help, from step 500 on",
+    "FFNOnly": "none around attention",
+    "Help250": "none, but helped to step 250",
+    "Late250": "none, the same help from step 500 on",
 }
 
 
