@@ -13,7 +13,8 @@ from matplotlib.figure import Figure
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent))
 
-from analyze import last_row  # noqa: E402
+from curves import losses  # noqa: E402
+
 from configurator import cli, read_json  # noqa: E402
 from model import at_points  # noqa: E402
 from report import COLOURS, save_figure  # noqa: E402
@@ -36,10 +37,7 @@ def draw(plan, arms, titles, columns, path, title):
         if bias.any():
             shade = 1 - 0.2 * bias[None, :] / 4
             axis.imshow(shade, cmap="gray", vmin=0, vmax=1, aspect="auto", extent=(0, steps[-1], 1.7, 4.4), zorder=0)
-        for seed in plan["seeds"]:
-            row = last_row(HERE / "basin_1m" / arm / f"seed{seed}")
-            history = [(i, v) for i, v in (row["val_history"] if row else ()) if v is not None]
-            axis.plot(*zip(*history, strict=True) if history else ([], []), color=COLOURS[0], lw=1)
+        axis.plot(*losses(HERE / "basin_1m", arm, plan["seeds"]), color=COLOURS[0], lw=1)
         for name in ("unigram", "bigram"):
             axis.axhline(plan["references"][name], color="0.35", lw=1, ls=(0, (6, 3)))
             axis.annotate(

@@ -23,12 +23,12 @@ from report import COLOURS, STYLES, save_figure  # noqa: E402
 
 
 def losses(out, arm, seeds):
-    """steps (N,), validation losses (seeds, N) of an arm's finished runs."""
+    """steps (N,), validation losses (N, seeds) of an arm's finished runs."""
     rows = [last_row(out / arm / f"seed{seed}") for seed in seeds]
     if not all(row and row["val_loss"] for row in rows):
         raise UserError(f"{out / arm}: a run is missing or diverged, finish it first")
     steps = [step for step, _ in rows[0]["val_history"]]
-    return np.array(steps), np.array([[loss for _, loss in row["val_history"]] for row in rows])
+    return np.array(steps), np.array([[loss for _, loss in row["val_history"]] for row in rows]).T
 
 
 def main(argv):
@@ -42,10 +42,10 @@ def main(argv):
         axis.axhline(0, color="0.4", lw=1)
         steps, baseline = losses(out, f"baseline@{rate}", plan["seeds"])
         for k, kind in enumerate(kinds):
-            d = (losses(out, f"{kind}@{rate}", plan["seeds"])[1] - baseline)[:, 1:]  # (seeds, N - 1): all start alike
-            half = stats.t.ppf(0.975, len(d) - 1) * d.std(0, ddof=1) / len(d) ** 0.5
-            axis.plot(steps[1:], d.mean(0), STYLES[k], color=COLOURS[k], lw=1.8, label=kind)
-            axis.fill_between(steps[1:], d.mean(0) - half, d.mean(0) + half, color=COLOURS[k], alpha=0.18, lw=0)
+            d = (losses(out, f"{kind}@{rate}", plan["seeds"])[1] - baseline)[1:]  # (N - 1, seeds): all start alike
+            mean, half = d.mean(1), stats.t.ppf(0.975, d.shape[1] - 1) * stats.sem(d, axis=1)
+            axis.plot(steps[1:], mean, STYLES[k], color=COLOURS[k], lw=1.8, label=kind)
+            axis.fill_between(steps[1:], mean - half, mean + half, color=COLOURS[k], alpha=0.18, lw=0)
         axis.set(title=f"learning rate {rate}", xlabel="training step", xticks=steps[2::2])
         axis.spines[["top", "right"]].set_visible(False)
     fig.axes[0].set_ylabel("validation loss minus baseline's\n(nats per token)")

@@ -19,8 +19,10 @@ from matplotlib.figure import Figure
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent))
 
-from analyze import decide, last_row, paired, welch  # noqa: E402
-from configurator import UserError, cli, read_json  # noqa: E402
+from curves import losses  # noqa: E402
+
+from analyze import decide, paired, welch  # noqa: E402
+from configurator import cli, read_json  # noqa: E402
 from report import COLOURS, STYLES, number, save_figure, side_name, write_csv  # noqa: E402
 
 SIZES, DRAWS = (1, 2, 3, 5, 8, 12), 500
@@ -34,16 +36,16 @@ def judged(comparisons, contrasts, plan):
     return [(np.sign(c["mean"]), c["verdict"]) for c in comparisons]
 
 
-def drawn(losses, contrasts, plan, n, rng, matched):
-    """One draw of n seeds -> what judged() says of it. losses: {arm: (seeds,)}."""
+def drawn(final, contrasts, plan, n, rng, matched):
+    """One draw of n seeds -> what judged() says of it. final: {arm: (seeds,)}."""
     seeds, m, comparisons = plan["seeds"], len(contrasts), []
     i = rng.choice(len(seeds), n, replace=False)
     other = i if matched else rng.choice(len(seeds), n, replace=False)
     for a, b in contrasts:
         if isinstance(a, list):
-            x, y = losses[a[0]][i] - losses[a[1]][i], losses[b[0]][i] - losses[b[1]][i]
+            x, y = final[a[0]][i] - final[a[1]][i], final[b[0]][i] - final[b[1]][i]
         else:
-            x, y = losses[a][i], losses[b][other]
+            x, y = final[a][i], final[b][other]
         test = paired if matched else welch
         comparisons.append(test(x, y, plan["margin"], plan["alpha"], m))
     return judged(comparisons, contrasts, plan)
@@ -69,17 +71,14 @@ def draw(rows, names, path):
 def main(argv):
     out = Path(argv[0]) if argv else HERE / "xsa_1m"
     plan = read_json(out / "plan.json", "arms", "seeds", "contrasts")
-    runs = {a: [last_row(out / a / f"seed{s}") for s in plan["seeds"]] for a in plan["arms"]}
-    if not all(row and row["val_loss"] for rows in runs.values() for row in rows):
-        raise UserError(f"{out}: a run is missing or diverged, finish them first")
-    losses = {a: np.array([row["val_loss"] for row in rows]) for a, rows in runs.items()}
+    final = {a: losses(out, a, plan["seeds"])[1][-1] for a in plan["arms"]}
     contrasts, rng, rows = [c[:2] for c in plan["contrasts"]], np.random.default_rng(0), []
-    whole = drawn(losses, contrasts, plan, len(plan["seeds"]), rng, True)
+    whole = drawn(final, contrasts, plan, len(plan["seeds"]), rng, True)
     names = [f"{side_name(a)} − {side_name(b)}: {v}" for (a, b), (_, v) in zip(contrasts, whole, strict=True)]
     for n in SIZES:
         for matched in (True, False):
             asked = [k for k, (a, _) in enumerate(contrasts) if matched or isinstance(a, str)]
-            draws = [drawn(losses, [contrasts[k] for k in asked], plan, n, rng, matched) for _ in range(DRAWS)]
+            draws = [drawn(final, [contrasts[k] for k in asked], plan, n, rng, matched) for _ in range(DRAWS)]
             for i, k in enumerate(asked):
                 sign, verdict = (float(np.mean([d[i][j] == whole[k][j] for d in draws])) for j in (0, 1))
                 row = {"contrast": names[k], "all": whole[k][1], "n": n, "how": "paired" if matched else "unpaired"}
