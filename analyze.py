@@ -24,6 +24,7 @@ import csv
 import fnmatch
 import hashlib
 import json
+import lzma
 import math
 import statistics
 from pathlib import Path
@@ -289,13 +290,18 @@ def sentence(c, alpha, margin):
 
 WINDOW_TOLERANCE = 1e-5  # float32 sums in another order; a gain that is off by 0.001 moves a loss by more
 PATH_TOLERANCE = {"float32": 1e-5, "bfloat16": 5e-3}  # of the training path: compiled and eager round differently
+LOGS = ("log.jsonl", "log.jsonl.xz")
 RECORD = ("arm", "seed", "status", "iter", "val_loss", "window_losses", "config", "data", "source", "torch")
 
 
 def last_row(folder):
-    """The record that ends a finished run's log.jsonl, or None."""
+    """The record that ends a finished run's log.jsonl, or None. The log may be packed: log.jsonl.xz, by `xz -9`."""
+    path = next((p for name in LOGS if (p := folder / name).exists()), None)
+    if path is None:
+        return None
     try:
-        lines = (folder / "log.jsonl").read_text(encoding="utf-8").splitlines()
+        log = lzma.decompress(path.read_bytes()) if path.suffix == ".xz" else path.read_bytes()
+        lines = log.decode("utf-8").splitlines()
         rows = [json.loads(line, parse_constant=int) for line in lines]  # int refuses NaN and Infinity by name
         if strange := [n for n, row in enumerate(rows, 1) if not isinstance(row, dict) or "iter" not in row]:
             raise ValueError(f"line {strange[0]} is no row")
@@ -307,11 +313,9 @@ def last_row(folder):
         numbers = isinstance(losses, list) and losses and all(isinstance(x, float) for x in [loss, *losses])
         if not (status == "finished" and numbers or status == "diverged" and loss is losses is None):
             raise ValueError(f"its last row is that of a {status} run and does not hold the losses of one")
-    except FileNotFoundError:
-        return None
-    except ValueError as e:
+    except (ValueError, lzma.LZMAError) as e:
         again = f"restore it, or delete {folder} and let train.py train this run again"
-        raise UserError(f"{folder}/log.jsonl is damaged ({e}): {again}") from None
+        raise UserError(f"{path} is damaged ({e}): {again}") from None
     return rows[-1] | {"val_history": [[r["iter"], r["val_loss"]] for r in rows if "val_loss" in r]}
 
 
@@ -347,7 +351,7 @@ def deviations_of(out, plan, runs, seeds):
     for note in plan["amendments"]:
         changes = "; ".join(note["changes"])
         deviations.append(f"The plan was amended at {note['time']}: {note['reason']} ({changes}).")
-    found = {p.parent for name in ("log.jsonl", "ckpt.pt") for p in out.glob(f"*/*/{name}")}
+    found = {p.parent for name in (*LOGS, "ckpt.pt") for p in out.glob(f"*/*/{name}")}
     planned = {out / arm / f"seed{seed}" for arm, seed in runs}
     clauses = {}  # what is said of runs -> the runs
     for folder in sorted(found - planned):

@@ -4,8 +4,8 @@ attention, AdamW and validation.
 
     python results/by_hand.py input.txt FullResidual 0 500     text, arm, seed, steps of the 2,000 to take
 
-Prints the validation loss every 250 steps, to be compared with val_loss in results/EXPERIMENT/ARM/seedK/log.jsonl,
-and how large the gradient is in each layer at the end.
+Prints the validation loss every 250 steps, to be compared with val_loss in the run's log.jsonl.xz, and how large the
+gradient is in each layer at the end.
 Only the recipe of the random streams is the same: a generator seeded by a hash of (seed, purpose, name).
 """
 

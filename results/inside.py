@@ -12,6 +12,7 @@ fixed logarithms that are added to the logits: no plan has these. Writes inside.
 """
 
 import json
+import lzma
 import sys
 from pathlib import Path
 
@@ -82,7 +83,7 @@ def look(model, w):
 
 def train_and_look(config, arm, tokens, w):
     """A list of what look() sees at steps 0, EVERY, ... of a run."""
-    log = HERE / f"basin_1m/{arm}/seed{SEED}/log.jsonl"
+    log = HERE / f"basin_1m/{arm}/seed{SEED}/log.jsonl.xz"
     given, arm = arm.endswith(GIVEN), arm.removesuffix(GIVEN)
     model = train.first_model(config, arm, SEED).train()
     if given:
@@ -101,7 +102,7 @@ def train_and_look(config, arm, tokens, w):
         rows = train.batch(tokens, SEED, step, config.batch_size, config.block_size)
         loss, _ = train.take_step(model, optimizer, rows, config.batch_size, train.autocast(config), config.grad_clip)
     if log.exists():
-        logged = next(row["loss"] for row in map(json.loads, log.open()) if row["iter"] == STEPS)
+        logged = next(row["loss"] for row in map(json.loads, lzma.open(log)) if row["iter"] == STEPS)
         assert abs(float(loss) - logged) < 1e-5, (arm, float(loss), logged)
     return seen
 

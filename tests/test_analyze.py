@@ -3,6 +3,7 @@
 import dataclasses
 import itertools
 import json
+import lzma
 import math
 import shutil
 from fractions import Fraction
@@ -493,6 +494,20 @@ def test_a_damaged_log_is_named(out, tail, words):
         f.write(tail + "\n")
     with pytest.raises(UserError, match=f"Full/seed0/log.jsonl is damaged .*{words}.* delete"):
         reported()
+
+
+def test_a_packed_log_is_read_like_the_plain_one(out):
+    whole = reported()
+    for path in out.glob("*/*/log.jsonl"):
+        path.with_name("log.jsonl.xz").write_bytes(lzma.compress(path.read_bytes()))
+        path.unlink()
+    assert not list(out.glob("*/*/log.jsonl")) and reported() == whole
+    path = out / "Full/seed0/log.jsonl.xz"
+    good = path.read_bytes()
+    for damaged in (good[:-40], good[:60] + b"?" + good[61:], b"", b"no archive"):
+        path.write_bytes(damaged)
+        with pytest.raises(UserError, match=r"Full/seed0/log\.jsonl\.xz is damaged .* delete"):
+            reported()
 
 
 def test_a_damaged_report_is_written_anew(out):
