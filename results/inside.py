@@ -102,11 +102,8 @@ def train_and_look(config, arm, tokens, w):
         rows = train.batch(tokens, SEED, step, config.batch_size, config.block_size)
         loss, _ = train.take_step(model, optimizer, rows, config.batch_size, train.autocast(config), config.grad_clip)
     if log.exists():
-        logged = next(
-            row["loss"]
-            for row in map(json.loads, lzma.decompress(log.read_bytes()).splitlines())
-            if row["iter"] == STEPS
-        )
+        rows = [json.loads(line) for line in lzma.decompress(log.read_bytes()).splitlines()]
+        logged = next(row["loss"] for row in rows if row["iter"] == STEPS)
         assert abs(float(loss) - logged) < 1e-5, (arm, float(loss), logged)
     return seen
 
