@@ -411,10 +411,8 @@ def contrast(plan, runs, seeds, alpha, a, b, predicted=None):
     predicted: [low, high] in nats, None for an open end. as_predicted: ci_predicted, the interval of two one-sided
     tests at alpha / m each (m planned contrasts, Bonferroni), lies within it, outside it (False), or neither (None).
     """
-    result = (
-        {"a": a, "b": b, "n": 0} | dict.fromkeys(KEYS) | {"predicted": predicted, "chosen": None, "differences": {}}
-    )
-    result |= dict.fromkeys(("ci_predicted", "as_predicted", "se_seed", "se_text"))
+    result = {"a": a, "b": b, "n": 0} | dict.fromkeys(KEYS) | {"predicted": predicted, "chosen": None}
+    result |= {"differences": {}} | dict.fromkeys(("ci_predicted", "as_predicted", "se_seed", "se_text"))
     interaction, m = not isinstance(a, str), len(plan["contrasts"])
     names = [*a, *b] if interaction else [a, b]
     try:
@@ -783,11 +781,9 @@ def main(argv):
     command, *names = words
     if command not in FLAGS:
         raise UserError(f"unknown command {command!r}: {', '.join(FLAGS)}")
-    if command != "heads" and (not names or command != "sample" and len(names) > 1):
-        what = {"runs": "one OUT, the folder of an experiment", "table": "one FILE.csv", "sample": "a RUN or more"}[
-            command
-        ]
-        raise UserError(f"python analyze.py {command}: name {what}")
+    needed = {"runs": "one OUT, the folder of an experiment", "table": "one FILE.csv", "sample": "a RUN or more"}
+    if command in needed and (not names or command != "sample" and len(names) > 1):
+        raise UserError(f"python analyze.py {command}: name {needed[command]}")
     if command == "runs":
         runs_command(names[0])
     elif command == "table":
