@@ -84,13 +84,18 @@ def literal(text):
     return text.replace("$", r"\$")
 
 
-def legend(axis, **where):
-    """A legend of all that has a label, drawn as it is written; matplotlib leaves out names that begin with _."""
+def legend(axis):
+    """
+    A legend of all that has a label, drawn as it is written; matplotlib leaves out names that begin with _.
+
+    Beside the lines where they leave room for it, below the axis if there are more than four.
+    """
     handles, labels = [], []
     for artist in [*axis.lines, *axis.collections]:
         if (name := artist.get_gid()) is not None:
             handles.append(artist)
             labels.append(name)
+    where = {"loc": "upper left", "bbox_to_anchor": (0, -0.16), "ncols": 3} if len(labels) > 4 else {}
     box = axis.legend(handles, range(len(labels)), frameon=False, fontsize=8, **where)
     for text, name in zip(box.get_texts(), labels, strict=True):
         text.set_text(literal(textwrap.fill(name, 40)))
@@ -382,8 +387,7 @@ def figure_runs(path, report, plan, runs):
         axis.set_ylim(low, high)
     for arm in arms:
         axes[0].plot([], [], color=styles[arm]["color"], linestyle=styles[arm]["linestyle"], gid=arm)
-    # many arms: below, where the tick labels of the other side need room anyway
-    legend(axes[0], **({} if len(arms) <= 4 else {"loc": "upper left", "bbox_to_anchor": (0, -0.16), "ncols": 3}))
+    legend(axes[0])
     save_figure(fig, path, literal(f"{Path(plan['config']['out_dir']).name}: {report['status']}"))
 
 

@@ -35,22 +35,22 @@ def main(argv):
     out = Path(argv[0]) if argv else HERE / "xsa_1m"
     plan = read_json(out / "plan.json", "arms", "seeds", "margin")
     rates = list(dict.fromkeys(arm.split("@")[1] for arm in plan["arms"]))
-    kinds = list(dict.fromkeys(arm.split("@")[0] for arm in plan["arms"]))[1:]  # the first is the baseline
+    kinds = list(dict.fromkeys(arm.split("@")[0] for arm in plan["arms"]))
     fig = Figure(figsize=(11, 4.6), layout="constrained")
     for axis, rate in zip(fig.subplots(1, len(rates), sharey=True), rates, strict=True):
         axis.axhspan(-plan["margin"], plan["margin"], color="0.92", zorder=0)
         axis.axhline(0, color="0.4", lw=1)
         steps, baseline = losses(out, f"baseline@{rate}", plan["seeds"])
-        for k, kind in enumerate(kinds):
+        for k, kind in list(enumerate(kinds))[1:]:  # the first is the baseline, with its colour in report.png
             d = (losses(out, f"{kind}@{rate}", plan["seeds"])[1] - baseline)[1:]  # (N - 1, seeds): all start alike
             mean, half = d.mean(1), stats.t.ppf(0.975, d.shape[1] - 1) * stats.sem(d, axis=1)
-            axis.plot(steps[1:], mean, STYLES[k], color=COLOURS[k], lw=1.8, label=kind)
+            axis.plot(steps[1:], mean, STYLES[k - 1], color=COLOURS[k], lw=1.8, label=kind)
             axis.fill_between(steps[1:], mean - half, mean + half, color=COLOURS[k], alpha=0.18, lw=0)
         axis.set(title=f"learning rate {rate}", xlabel="training step", xticks=steps[2::2])
         axis.spines[["top", "right"]].set_visible(False)
     fig.axes[0].set_ylabel("validation loss minus baseline's\n(nats per token)")
     handles, labels = fig.axes[0].get_legend_handles_labels()
-    fig.legend(handles, labels, loc="outside lower center", ncols=len(kinds), frameon=False)
+    fig.legend(handles, labels, loc="outside lower center", ncols=4, frameon=False)
     title = f"{out.name}, {len(plan['seeds'])} seeds: mean and 95% interval; grey: margin ± {plan['margin']:g}"
     save_figure(fig, out / "curves.png", title)
 
