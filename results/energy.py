@@ -1,7 +1,7 @@
 """
 How much of the heads' output lies along what xsa_1m removes, in each arm's trained models.
 
-    python results/energy.py out/xsa_1m           needs the checkpoints; writes energy.csv there
+    python results/energy.py out/xsa_1m           of the runs whose checkpoints are there; writes energy.csv there
 
 Share: the sum of (y.v)^2 / |v|^2 over the sum of |y|^2, y a head's output before removal and v its own value, over
 heads, positions i >= 1 and 64 validation windows, by layer; `own` is the mean over layers. The arms self, matched and
@@ -53,11 +53,16 @@ def main(argv):
     w = torch.as_tensor(np.array(prepare.windows(val, plan["config"]["block_size"])[:64], np.int64))  # (64, T + 1)
     for arm in plan["arms"]:
         for seed in plan["seeds"]:
+            if not (out / arm / f"seed{seed}" / "ckpt.pt").exists():
+                continue
             own, matched = shares(GPT.from_checkpoint(out / arm / f"seed{seed}"), w)
             row = {"arm": arm, "seed": seed, "own": np.mean(own)} | {f"layer{i}": x for i, x in enumerate(own)}
             rows.append(row | {"matched": matched and np.mean(matched)})
         share = [r["own"] for r in rows if r["arm"] == arm]
-        print(f"{arm:16} own {np.mean(share):.3f} ± {np.std(share, ddof=1):.3f} over {len(share)} seeds")
+        if share:
+            print(f"{arm:16} own {np.mean(share):.3f}, {min(share):.3f} to {max(share):.3f} over {len(share)} seeds")
+    if not rows:
+        raise UserError(f"{out}: no checkpoint of a planned run is there")
     write_csv(out / "energy.csv", rows)
 
 
