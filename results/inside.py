@@ -1,7 +1,7 @@
 """
 What happens inside the first steps of basin_1m's arms, with help and without: a figure and its numbers.
 
-    python results/inside.py                 after `python prepare.py shakespeare`; about ten minutes, nothing is read back
+    python results/inside.py                 after `python prepare.py shakespeare`; about ten minutes
 
 Trains seed 100 of five arms again, as train.py does, for 1,000 steps, and looks every 25 at the same 64 validation
 windows. In each layer: how much attention goes to the own position; what share of the energy of the vectors after it is
