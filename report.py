@@ -185,8 +185,8 @@ def markdown(report, plan, name):
     rows = []
     for arm, a in report["arms"].items():
         n = f"{a['n']}" if a["n"] == a["n_finite"] else f"{a['n']} ({a['n'] - a['n_finite']} diverged)"
-        sets = ", ".join(f"{k}={v}" for k, v in a["settings"].items()) or "–"
-        rows.append([arm, n, *(number(a[k]) for k in ("mean", "sd", "min", "max", "best_mean")), sets])
+        sets = ", ".join(f"{k}={v:.12g}" if isinstance(v, float) else f"{k}={v}" for k, v in a["settings"].items())
+        rows.append([arm, n, *(number(a[k]) for k in ("mean", "sd", "min", "max", "best_mean")), sets or "–"])
         rows[-1] += [number(a["parameters"], ",d"), number(a["seconds"], ",.0f")]
     rows += [[k, "", number(v), *[""] * 7] for k, v in report["references"].items() if v is not None]
     head = ["arm", "n", "mean", "sd", "min", "max", "best_mean", "settings", "parameters", "seconds"]

@@ -91,8 +91,9 @@ def test_readmes_own_hack_qk_norm_and_a_rezero_gate(copy):
         (BLOCK, gated),
         ("class Block", "def gated(x, branch, residual, gain):\n    return x + gain * branch\n\n\nclass Block"),
     )
-    report = run(copy, "{'A': {}, 'B': {'v_scale': 0.5}, 'C': {'qk_norm': True}, 'D': {'rezero': True}}")
-    assert report["arms"]["B"]["settings"] == {"v_scale": 0.5}
+    report = run(copy, "{'A': {}, 'B': {'v_scale': 3 * 0.1}, 'C': {'qk_norm': True}, 'D': {'rezero': True}}")
+    assert report["arms"]["B"]["settings"] == {"v_scale": 0.30000000000000004}
+    assert "| v_scale=0.3 " in (copy / "out/mine/report.md").read_text()
     assert len({tuple(losses(copy, arm)) for arm in "ABCD"}) == 4
     ends = {arm: torch.load(copy / f"out/mine/{arm}/seed0/ckpt.pt", weights_only=True)["model"] for arm in "AD"}
     assert not ends["A"]["h.0.gate"].any() and (ends["D"]["h.0.gate"] != 0).all()
