@@ -215,12 +215,20 @@ def markdown(report, plan, name):
 
 
 def arm_styles(arms):
-    """A colour for each arm, by its place in the plan; A+x and A@x share the colour of A, in another line style."""
+    """
+    A colour for each arm, by its place in the plan; A+x and A@x share the colour of A, in another line style.
+
+    The arms that several of our experiments share come first, so that each has one colour in all of them.
+    """
     split = {arm: arm.replace("@", "+").partition("+") for arm in arms}
     bases, ends = (list(dict.fromkeys(parts[i] for parts in split.values())) for i in (0, 2))
+    shared = ["FullResidual", "AttnOnly", "FFNOnly", "NoResidual", "Help250"]
+    if set(bases) & set(shared):
+        bases = list(dict.fromkeys(shared + bases))
     styles = {}
     for arm in arms:
-        i, j = bases.index(split[arm][0]), ends.index(split[arm][2]) + bases.index(split[arm][0]) // 7
+        i = bases.index(split[arm][0])
+        j = ends.index(split[arm][2]) + len(ends) * (i // 7)
         styles[arm] = {"color": COLOURS[i % 7], "linestyle": STYLES[j % 4], "marker": MARKERS[j % 4]}
     return styles
 
@@ -348,7 +356,7 @@ def draw_doses(axis, report, name, lines):
         shared = os.path.commonprefix(arms)  # A@1e-3, A@3e-3: A
         label = shared.partition("@")[0] if "@" in shared else re.sub(r"[+_=.\d-]*$", "", shared) or arms[0]
         means = [report["arms"][arm]["mean"] for arm in arms]
-        style = {"color": COLOURS[k % 7], "marker": MARKERS[k % 4]}
+        style = {"color": arm_styles(report["arms"])[arms[0]]["color"], "marker": MARKERS[k % 4]}
         axis.plot([v for v, _ in line], [math.nan if m is None else m for m in means], gid=label, **style)
         for value, arm in line:
             seeds = [v for v in report["arms"][arm]["seeds"].values() if v is not None]
@@ -359,6 +367,17 @@ def draw_doses(axis, report, name, lines):
         axis.xaxis.set_minor_formatter("")
     axis.set(title=f"final loss against {name}", xlabel=name, ylabel="final validation loss (nats per token)")
     legend(axis)
+
+
+def draw_references(axis, references):
+    """A line for each reference that lies between the axis' limits, its name beside it."""
+    low, high = axis.get_ylim()
+    for name, value in references.items():
+        if value is not None and low < value < high:
+            axis.axhline(value, color="0.35", lw=1, ls=(0, (6, 3)), zorder=0)
+            place = (1, value)  # the right end of the line
+            axis.annotate(name, place, (3, 0), axis.get_yaxis_transform(), "offset points", va="center", size=8)
+    axis.set_ylim(low, high)
 
 
 def figure_runs(path, report, plan, runs):
@@ -377,14 +396,9 @@ def figure_runs(path, report, plan, runs):
         axes.append(fig.add_subplot(grid[i // 2, :] if alone else grid[i // 2, i % 2]))
         draw(axes[i])
         axes[i].spines[["top", "right"]].set_visible(False)
-    for axis in axes[:2]:
-        low, high = axis.get_ylim()
-        for name, value in plan["references"].items():
-            if value is not None and low < value < high:
-                axis.axhline(value, color="0.35", lw=1, ls=(0, (6, 3)), zorder=0)
-                place = (axis.get_xlim()[1], value)
-                axis.annotate(name, place, (-4, 3), textcoords="offset points", ha="right", size=8)
-        axis.set_ylim(low, high)
+    for axis in axes:
+        if "validation loss" in axis.get_ylabel():
+            draw_references(axis, plan["references"])
     for arm in arms:
         axes[0].plot([], [], color=styles[arm]["color"], linestyle=styles[arm]["linestyle"], gid=arm)
     legend(axes[0])

@@ -17,7 +17,7 @@ from curves import losses  # noqa: E402
 
 from configurator import cli, read_json  # noqa: E402
 from model import at_points  # noqa: E402
-from report import COLOURS, save_figure  # noqa: E402
+from report import arm_styles, save_figure  # noqa: E402
 
 SAID = {  # the four panels of README's figure
     "FullResidual": "both skip paths",
@@ -31,13 +31,15 @@ def draw(plan, arms, titles, columns, path, title):
     rows = -(-len(arms) // columns)
     fig = Figure(figsize=(3.1 * columns, 0.6 + 3.1 * rows), layout="constrained")
     axes = fig.subplots(rows, columns, sharex=True, sharey=True, squeeze=False)
+    styles = arm_styles(plan["arms"])
     steps = np.arange(plan["config"]["max_iters"] + 1)
     for axis, arm in zip(axes.flat, arms, strict=True):
         bias = np.array([at_points(plan["arms"][arm].get("self_bias", 0.0), step) for step in steps])
         if bias.any():
             shade = 1 - 0.2 * bias[None, :] / 4
             axis.imshow(shade, cmap="gray", vmin=0, vmax=1, aspect="auto", extent=(0, steps[-1], 1.7, 4.4), zorder=0)
-        axis.plot(*losses(HERE / "basin_1m", arm, plan["seeds"]), color=COLOURS[0], lw=1)
+        style = {name: styles[arm][name] for name in ("color", "linestyle")}
+        axis.plot(*losses(HERE / "basin_1m", arm, plan["seeds"]), **style, lw=1)
         for name in ("unigram", "bigram"):
             axis.axhline(plan["references"][name], color="0.35", lw=1, ls=(0, (6, 3)))
             axis.annotate(
@@ -51,11 +53,11 @@ def draw(plan, arms, titles, columns, path, title):
 
 
 def main(argv):
-    plan, grey = read_json(HERE / "basin_1m/plan.json", "arms", "seeds", "references"), "a line a seed; grey: the help,"
-    n = len(plan["seeds"])
-    draw(plan, list(plan["arms"]), {}, 5, HERE / "basin_1m/basin.png", f"basin_1m, {n} seeds: {grey} self_bias 4 to 0")
-    title = f"{n} seeds: {grey} attention to the own position is favoured"
-    draw(plan, list(SAID), {arm: f"{arm}:\n{said}" for arm, said in SAID.items()}, 4, HERE / "basin_1m/help.png", title)
+    plan = read_json(HERE / "basin_1m/plan.json", "arms", "seeds", "references")
+    said = f"{len(plan['seeds'])} seeds, a line each; grey: attention to the own position is favoured"
+    draw(plan, list(plan["arms"]), {}, 5, HERE / "basin_1m/basin.png", f"basin_1m, {said} (self_bias, darkest at 4)")
+    titles = {arm: f"{arm}:\n{words}" for arm, words in SAID.items()}
+    draw(plan, list(SAID), titles, 4, HERE / "basin_1m/help.png", said)
 
 
 if __name__ == "__main__":

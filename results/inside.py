@@ -8,7 +8,8 @@ windows. In each layer: how much attention goes to the own position; what share 
 spread, that is, differs between positions; what share of that spread the own token explains; and how large the gradient
 is that reaches the query, key and value weights. Where the log of the run is in results/basin_1m, the last training
 loss must be the one that stands there, to 1e-5. Two arms are trained once more with the letter frequencies given, as
-fixed logarithms that are added to the logits: no plan has these. Writes inside.json and inside.png beside it.
+fixed logarithms that are added to the logits: no plan has these, and the figure leaves them out. Writes inside.json and
+inside.png.
 """
 
 import json
@@ -33,8 +34,8 @@ GIVEN = ", frequencies given"
 ARMS = ("FullResidual", "FFNOnly", "Help250", "Late250", "Value", "FFNOnly" + GIVEN, "Value" + GIVEN)
 LABELS = {  # what look() sees, a row of the figure each
     "own_attention": "attention to the own position",
-    "spread": "share of energy that differs\nbetween positions",
-    "own_token": "share of it that the\nown token explains",
+    "spread": "share of the vectors' energy\nthat differs between positions",
+    "own_token": "share of that difference\nthat the own token explains",
     "gradient": "gradient norm of the\nattention weights",
 }
 
@@ -109,19 +110,20 @@ def train_and_look(config, arm, tokens, w):
 
 
 def draw(seen, path):
-    fig = Figure(figsize=(19, 11), layout="constrained")
-    axes = fig.subplots(len(LABELS), len(ARMS), sharex=True, sharey="row")
-    for column, arm in zip(axes.T, ARMS, strict=True):
+    arms = [arm for arm in ARMS if not arm.endswith(GIVEN)]
+    fig = Figure(figsize=(14, 11), layout="constrained")
+    axes = fig.subplots(len(LABELS), len(arms), sharex=True, sharey="row")
+    for column, arm in zip(axes.T, arms, strict=True):
         steps = [s["step"] for s in seen[arm]]
         for axis, name in zip(column, LABELS, strict=True):
-            for layer in range(len(seen[arm][0][name])):
+            for layer, said in enumerate(("first layer (0)", "layer 1", "layer 2", "last layer (3)")):
                 values = [s[name][layer] for s in seen[arm]]
-                axis.plot(steps, values, color=COLOURS[layer], lw=1.6, label=f"layer {layer}")
+                axis.plot(steps, values, color=COLOURS[layer], lw=1.6, label=said)
             if arm in ("Help250", "Late250"):
                 start = 500 if arm == "Late250" else 0
                 axis.axvspan(start, start + 250, color="0.92", zorder=0)
             axis.spines[["top", "right"]].set_visible(False)
-        column[0].set_title(arm.replace(", ", ",\n"))
+        column[0].set_title(arm)
         column[-1].set_xlabel("training step")
     for row, (name, label) in zip(axes, LABELS.items(), strict=True):
         row[0].set_ylabel(label)

@@ -565,6 +565,10 @@ def test_arms_have_their_own_colours():
     assert styles["FFN+SelfBias"]["color"] == styles["FFN"]["color"]
     many = report.arm_styles([f"arm{i}" for i in range(20)])
     assert len({(s["color"], s["linestyle"]) for s in many.values()}) == 20
+    mixed = report.arm_styles([*(f"arm{i}" for i in range(9)), "NoResidual+Help"])
+    assert len({(s["color"], s["linestyle"]) for s in mixed.values()}) == 10
+    alone = report.arm_styles(["FFNOnly", "Help250"])
+    assert alone["FFNOnly"]["color"] == styles["FFN"]["color"] == report.COLOURS[2]
 
 
 def test_a_failed_audit_is_not_forgotten_with_its_checkpoint(out):
