@@ -10,7 +10,7 @@
 #
 # All else is as in residual_10m_cpu.py; seeds that no experiment here has used.
 
-exec(open("config/residual_10m_cpu.py").read())
+exec(open("config/residual_10m_cpu.py").read())  # noqa: SIM115
 arms = {
     "Help250b6": {"attn_residual": False, "self_bias": ((0, 6.0), (250, 0.0))},
     "Help250b8": {"attn_residual": False, "self_bias": ((0, 8.0), (250, 0.0))},
