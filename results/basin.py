@@ -45,7 +45,7 @@ def draw(plan, arms, titles, columns, path, title):
             axis.annotate(
                 name, (steps[-1], plan["references"][name]), (-2, 3), textcoords="offset points", ha="right", size=8
             )
-        axis.set(title=titles.get(arm, arm), xlim=(0, steps[-1]), ylim=(1.7, 4.4), xticks=(0, 500, 1000, 1500))
+        axis.set(title=titles.get(arm, arm), xlim=(0, steps[-1]), ylim=(1.7, 4.4), xticks=(0, 1000, 2000))
         axis.spines[["top", "right"]].set_visible(False)
     fig.supxlabel("training step", size=10)
     fig.supylabel("validation loss (nats per token)", size=10)

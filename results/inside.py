@@ -130,7 +130,7 @@ def draw(seen, path):
         if name in ("spread", "gradient"):
             row[0].set_yscale("log")
     axes[0, 0].legend(frameon=False, fontsize=8)
-    save_figure(fig, path, f"Inside basin_1m, seed {SEED}; grey: the help, self_bias from 4 to 0")
+    save_figure(fig, path, f"Inside basin_1m, seed {SEED}, first {STEPS:,} steps; grey: help, self_bias 4 to 0")
 
 
 def main(argv):

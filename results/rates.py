@@ -24,8 +24,8 @@ def main(argv):
     axis = fig.subplots()
     draw_doses(axis, report, "learning_rate", doses(plan)["learning_rate"])
     draw_references(axis, plan["references"])
-    rates = [rate for rate, _ in next(iter(doses(plan)["learning_rate"].values()))]
-    axis.set(title="", xlabel="learning rate", xticks=rates, xticklabels=[f"{rate:g}" for rate in rates])
+    rates = {rate: arm.partition("@")[2] for rate, arm in next(iter(doses(plan)["learning_rate"].values()))}
+    axis.set(title="", xlabel="learning rate", xticks=list(rates), xticklabels=rates.values())
     axis.minorticks_off()
     axis.get_legend().set(loc="upper left", bbox_to_anchor=(0.02, 0.85))  # clear of every line
     axis.spines[["top", "right"]].set_visible(False)
